@@ -1,0 +1,189 @@
+"""The command line: one flat parser made from the fields of a run and of its strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from fedapa_mpi import __version__, strategies
+from fedapa_mpi.config import Experiment, RunConfig, experiment, meaningless
+
+DEFAULT_STRATEGY = "fedapa"
+_CONFIG_FILE = Path(__file__).with_name("config.py")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, before anything stored is known."""
+
+    strategy: str | None  # None: not said
+    argv: tuple[str, ...] = ()  # flags, hyphens in names turned into underscores
+    file: Mapping[str, Any] = field(default_factory=dict)  # the values of --config
+    resume: str | None = None  # a run's folder, or "auto"
+    out: str | None = None
+    dry_run: bool = False
+
+
+class Finished(Exception):
+    """There is nothing to run: ``text`` is the answer."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+def read(argv: Sequence[str]) -> Request:
+    """Reads the command line as far as it goes without the stored configuration of a resumed run.
+
+    Raises:
+        Finished: for ``--help``, ``--version`` and ``--print_config``.
+        ValueError: for anything that is wrong, unless only a resumed run's strategy can tell.
+    """
+    argv = [_underscores(word) for word in argv]
+    if "--version" in argv:
+        raise Finished(f"fedapa-mpi {__version__}")
+    word = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    file = _read_yaml(_value_of("--config", argv))
+    strategy = word or file.pop("strategy", None)
+    if strategy is not None and strategy not in strategies.names():
+        known = ", ".join(strategies.names())
+        raise ValueError(f"strategy is {strategy!r}, expected one of {known}")
+    if {"--help", "-h"} & set(argv):
+        raise Finished(parser(strategy or DEFAULT_STRATEGY).format_help())
+    print_config = "--print_config" in argv
+    request = Request(
+        strategy=strategy,
+        argv=tuple(w for w in argv if w != "--print_config"),
+        file=file,
+        resume=_value_of("--resume", argv),
+        out=_value_of("--out", argv),
+        dry_run="--dry_run" in argv,
+    )
+    if request.resume and not print_config:
+        return request  # its flags are read once the stored strategy and values are known
+    asked = resolve(request)
+    if print_config:
+        raise Finished(yaml.safe_dump(asked.flat(), sort_keys=False).rstrip())
+    return request
+
+
+def resolve(request: Request, stored: Mapping[str, Any] | None = None) -> Experiment:
+    """The configuration that a request means, on top of a stored one if a run is continued.
+
+    Raises:
+        ValueError: an unknown flag, a bad value, or a flag that would have no effect.
+    """
+    strategy = request.strategy or (stored or {}).get("strategy") or DEFAULT_STRATEGY
+    from_file = _parsed(strategy, request.file)
+    from_argv = _parsed(strategy, request.argv)
+    asked = experiment(strategy, {**from_file, **from_argv}, stored)
+    # a file made by --print_config names every field, so there only a changed one is a wish
+    defaults = experiment(strategy, {}).flat()
+    wishes = {name for name in from_file if from_file[name] != defaults[name]} | set(from_argv)
+    complaints = meaningless(asked, wishes)
+    if complaints:
+        raise ValueError("; ".join(complaints))
+    return asked
+
+
+def parser(strategy: str) -> ArgumentParser:
+    """The flat parser of a run with one strategy."""
+    result = ArgumentParser(
+        prog="python -m fedapa_mpi.run",
+        usage="%(prog)s [STRATEGY] [--FLAG VALUE ...]",
+        description=f"Runs a personalised federated learning experiment. STRATEGY is one of "
+        f"{', '.join(strategies.names())}; default {DEFAULT_STRATEGY}, or the resumed run's. "
+        f"Hyphens and underscores in flags mean the same.",
+        exit_on_error=False,
+        default_env=False,
+    )
+    common = result.add_argument_group("command")
+    common.add_argument("--config", type=str, help="YAML file with values of any flags below.")
+    common.add_argument("--print_config", action="store_true", help="Print all values and exit.")
+    common.add_argument(
+        "--resume",
+        type=str,
+        help="Folder of a run to go on with; auto: the folder --out, if it holds a checkpoint.",
+    )
+    common.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="Say what would run where, with memory and bytes, and exit.",
+    )
+    common.add_argument("--version", action="store_true", help="Print the version and exit.")
+    _add_fields(
+        result.add_argument_group("run"),
+        RunConfig,
+        strategies.field_docs(_CONFIG_FILE, "RunConfig"),
+    )
+    _add_fields(
+        result.add_argument_group(f"{strategy}: {strategies.summary(strategy)}"),
+        strategies.config_class(strategy),
+        strategies.config_docs(strategy),
+    )
+    return result
+
+
+def _add_fields(group: Any, config_class: type[Any], docs: Mapping[str, str]) -> None:
+    types = typing.get_type_hints(config_class)
+    for f in dataclasses.fields(config_class):
+        group.add_argument(
+            f"--{f.name}", type=types[f.name], default=f.default, help=docs.get(f.name, "")
+        )
+
+
+def _parsed(strategy: str, given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The values given, by field, checked for name and type; nothing that was not given."""
+    flags = parser(strategy)
+    try:
+        if isinstance(given, Mapping):
+            values = flags.parse_object(dict(given), defaults=False)
+        else:
+            values = flags.parse_args(list(given), defaults=False)
+    except Exception as error:
+        raise ValueError(_shorter(str(error))) from error
+    commands = ("config", "print_config", "resume", "dry_run", "version")
+    return {name: value for name, value in vars(values).items() if name not in commands}
+
+
+def _shorter(message: str) -> str:
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    return " ".join(lines)
+
+
+def _read_yaml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} holds no 'flag: value' lines")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def _underscores(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """The value of a flag in a command line that no parser has read yet."""
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        if word == flag:
+            if following is None or following.startswith("--"):
+                raise ValueError(f"{flag} needs a value")
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None

@@ -1,0 +1,1 @@
+"""How ranks talk: messages, transport, placement."""

@@ -1,0 +1,1 @@
+"""What clients learn from: data sets, partitions, shards."""

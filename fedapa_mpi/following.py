@@ -1,0 +1,72 @@
+"""A client rank from rank 0's word to the end of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedapa_mpi import parties, rounds
+from fedapa_mpi.clock import Clock
+from fedapa_mpi.comm.messages import Envelope, Kind
+from fedapa_mpi.comm.transport import SERVER, Transport
+from fedapa_mpi.comm.world import World, visible_devices
+from fedapa_mpi.config import Experiment
+from fedapa_mpi.crew import Crew
+from fedapa_mpi.data.federation import Shard
+from fedapa_mpi.failing import PATIENCE, Guard
+from fedapa_mpi.parties import Shape
+from fedapa_mpi.stopping import Abandoned, StopFlag
+from fedapa_mpi.strategies.base import Client
+
+
+def follow(world: World, flag: StopFlag, guard: Guard) -> None:
+    """Enlists, receives clients and their data, and works until told to stop."""
+    clock = Clock()
+    transport = Transport(world.comm, clock)
+    guard.tell = lambda text: transport.last_words(text, PATIENCE)
+    transport.watch = _watch(transport, flag)
+    note = {"node": world.node, "host": world.host, "devices": list(visible_devices())}
+    transport.post(Envelope(Kind.ENLIST, note=note), SERVER)
+    begin = transport.take(Kind.BEGIN, SERVER).note
+    if not begin.get("refused"):
+        experiment, device = Experiment.from_flat(begin["config"]), torch.device(begin["device"])
+        torch.set_num_threads(experiment.run.threads)
+        transport.silence = experiment.run.watchdog
+        transport.pinned = device.type == "cuda"
+        clients = _clients(experiment, device, begin, transport)
+        crew = Crew(clients, experiment.run.seed, device, clock, guard.place)
+        rounds.work(crew, transport, clock)
+    transport.close()
+
+
+def _clients(
+    experiment: Experiment, device: torch.device, begin: dict[str, Any], transport: Transport
+) -> dict[int, Client]:
+    """This rank's clients, new or as the checkpoint has them."""
+    shape = Shape.from_note(begin["shape"])
+    clients = {}
+    for i in begin["clients"]:
+        shard = Shard.from_message(transport.receive(Kind.SHARD, i, 0))
+        clients[i] = parties.make_client(experiment, shape, i, shard, device, transport.poll)
+    for i, client in clients.items():
+        if begin["resumed_from"] is None:
+            transport.send(Kind.HELLO, i, 0, client.hello())
+        else:
+            client.load_state_dict(transport.receive(Kind.STATE, i, begin["resumed_from"]))
+    return clients
+
+
+def _watch(transport: Transport, flag: StopFlag) -> Any:
+    """Passes a signal on to rank 0, and notices when rank 0 gives the round up."""
+    told = False
+
+    def watch() -> None:
+        nonlocal told
+        if flag.asked() and not told:
+            told = True
+            transport.post(Envelope(Kind.SIGNAL, note={"reason": flag.reason}), SERVER)
+        if transport.in_round and transport.waiting(Kind.ORDER):
+            raise Abandoned  # during a round the only order that can come
+
+    return watch

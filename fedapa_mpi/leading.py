@@ -1,0 +1,206 @@
+"""Rank 0 from a settled request to the end of the run: data, placement, folder, parties, rounds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from fedapa_mpi import parties, plan, rounds
+from fedapa_mpi.clock import Clock
+from fedapa_mpi.comm import placement
+from fedapa_mpi.comm.messages import Envelope, Kind, copied
+from fedapa_mpi.comm.placement import Enlisted, Seat
+from fedapa_mpi.comm.traffic import Traffic
+from fedapa_mpi.comm.transport import Transport
+from fedapa_mpi.comm.world import World, visible_devices
+from fedapa_mpi.conductor import Conductor
+from fedapa_mpi.console import Console
+from fedapa_mpi.crew import Crew
+from fedapa_mpi.data.prepare import Federation, prepare
+from fedapa_mpi.failing import Guard, refuse
+from fedapa_mpi.log import log
+from fedapa_mpi.parties import Shape
+from fedapa_mpi.start import Start
+from fedapa_mpi.stopping import Abandoned, StopFlag
+from fedapa_mpi.store.checkpoint import Checkpoint
+from fedapa_mpi.strategies.base import Server
+
+
+def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Guard) -> int:
+    """Runs the server, and the clients too if this is the only rank; returns the exit status."""
+    run = settled.experiment.run
+    torch.set_num_threads(run.threads)
+    clock, traffic = Clock(), Traffic(run.clients)
+    transport = Transport(world.comm, clock, traffic) if world.size > 1 else None
+    with Checkpoint(settled.checkpoint) if settled.checkpoint else nullcontext() as stored:
+        try:
+            federation = prepare(run)
+            shape = _shape(settled, federation, stored)
+            server = parties.make_server(settled.experiment, shape)
+            seats = _seats(settled, federation, world, transport)
+            console = Console(bar=world.size == 1 and sys.stderr.isatty())
+            if dry_run:
+                plan.show(console, settled.experiment, shape, federation, server, seats)
+                _dismiss(transport)
+                return 0
+            settled.folder.create()
+            settled.folder.lock()
+            conductor = Conductor.of(
+                settled,
+                federation,
+                shape,
+                server,
+                stored,
+                flag=flag,
+                clock=clock,
+                traffic=traffic,
+                console=console,
+                ranks=world.size,
+            )
+        except (ValueError, OSError) as error:
+            status = refuse(error)
+            _dismiss(transport)
+            return status
+        guard.tell = conductor.fail
+        _introduce(console, server, seats, federation)
+        if transport is None:
+            _alone(settled, shape, federation, seats[0], server, conductor, stored, guard)
+        else:
+            _with_others(settled, shape, federation, seats, server, conductor, stored, transport)
+    conductor.close()
+    return 0
+
+
+def _shape(settled: Start, federation: Federation, stored: Checkpoint | None) -> Shape:
+    """Raises ValueError if the data are not the ones that the stored run was trained on."""
+    horizon = settled.experiment.run.rounds
+    if stored is not None:
+        horizon = int(stored.attributes["horizon"])
+        for name in ("partition_hash", "data_hash"):
+            if stored.attributes[name] != getattr(federation, name):
+                raise ValueError(
+                    f"{name} of the stored run is {stored.attributes[name]}, of the data found "
+                    f"now {getattr(federation, name)}: give --data_dir the files it started with"
+                )
+    return Shape(federation.classes, federation.input_shape, horizon)
+
+
+def _seats(
+    settled: Start, federation: Federation, world: World, transport: Transport | None
+) -> list[Seat]:
+    """Who sits where. Raises ValueError for a device that a rank does not have."""
+    run = settled.experiment.run
+    enlisted = [Enlisted(0, world.node, world.host, visible_devices())]
+    if transport is not None:
+        for rank, e in transport.collect_ranks(Kind.ENLIST, range(1, world.size)).items():
+            note = e.note
+            enlisted.append(Enlisted(rank, note["node"], note["host"], tuple(note["devices"])))
+    clients = placement.assign(federation.sizes, max(1, world.size - 1))
+    return placement.seats(enlisted, clients, run.server_device, run.device)
+
+
+def _introduce(
+    console: Console, server: Server, seats: Sequence[Seat], federation: Federation
+) -> None:
+    """What the user should see before the first round."""
+    console.placement(placement.table_rows(seats))
+    notices = [placement.sharing_notice(seats), *server.notices()]
+    if any(not seat.clients for seat in seats[1:]):
+        notices.append("there are more client ranks than clients: some have nothing to do")
+    setup = server.setup
+    if setup.drop_last == "true":
+        idle = [i for i, n in enumerate(federation.sizes) if n < setup.batch_size]
+    else:
+        idle = [i for i, n in enumerate(federation.sizes) if n == 0]
+    if idle:
+        notices.append(
+            f"clients {placement.spans(idle)} have too few samples for a step: they never train"
+        )
+    for notice in filter(None, notices):
+        log.info("%s", notice)
+
+
+def _alone(
+    settled: Start,
+    shape: Shape,
+    federation: Federation,
+    seat: Seat,
+    server: Server,
+    conductor: Conductor,
+    stored: Checkpoint | None,
+    guard: Guard,
+) -> None:
+    """One process: the clients live here."""
+
+    def poll() -> None:
+        if conductor.out_of_time():
+            raise Abandoned
+
+    device, experiment = torch.device(seat.device), settled.experiment
+    clients = {
+        i: parties.make_client(experiment, shape, i, shard, device, poll)
+        for i, shard in enumerate(federation.shards)
+    }
+    if stored is None:
+        server.welcome({i: copied(client.hello()) for i, client in clients.items()})
+    else:
+        for i, client in clients.items():
+            client.load_state_dict(stored.client(i))
+    crew = Crew(clients, experiment.run.seed, device, conductor.clock, guard.place)
+    rounds.simulate(server, crew, conductor)
+
+
+def _with_others(
+    settled: Start,
+    shape: Shape,
+    federation: Federation,
+    seats: Sequence[Seat],
+    server: Server,
+    conductor: Conductor,
+    stored: Checkpoint | None,
+    transport: Transport,
+) -> None:
+    """Several processes: hands the clients their data and state, then leads the rounds."""
+
+    def watch() -> None:
+        transport.take_waiting(Kind.FAILED)  # raises if there is one
+        signal = transport.take_waiting(Kind.SIGNAL)
+        if signal is not None:
+            conductor.flag.ask(signal.note["reason"])
+        if transport.in_round and conductor.out_of_time():
+            raise Abandoned
+
+    run = settled.experiment.run
+    transport.watch, transport.silence = watch, run.watchdog
+    transport.pinned = run.server_device != "cpu"
+    transport.rank_of = {i: seat.rank for seat in seats for i in seat.clients}
+    for seat in seats[1:]:
+        note = {
+            "config": settled.experiment.flat(),
+            "shape": shape.note(),
+            "clients": list(seat.clients),
+            "device": seat.device,
+            "resumed_from": None if stored is None else stored.round,
+        }
+        transport.post(Envelope(Kind.BEGIN, note=note), seat.rank)
+    for i, shard in enumerate(federation.shards):
+        transport.send(Kind.SHARD, i, 0, shard.message())
+    if stored is None:
+        server.welcome(transport.collect(Kind.HELLO, range(run.clients), 0))
+    else:
+        for i in range(run.clients):
+            transport.send(Kind.STATE, i, stored.round, stored.client(i))
+            transport.flush()  # one at a time, so that memory stays small
+    rounds.serve(server, transport, conductor)
+    transport.close()
+
+
+def _dismiss(transport: Transport | None) -> None:
+    """Sends everybody home before anything has begun."""
+    if transport is not None:
+        for rank in range(1, transport.size):
+            transport.post(Envelope(Kind.BEGIN, note={"refused": True}), rank)
+        transport.close()

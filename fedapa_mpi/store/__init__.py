@@ -1,0 +1,1 @@
+"""What lasts: state, checkpoints, results, the folder of a run."""

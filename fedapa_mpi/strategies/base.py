@@ -1,0 +1,165 @@
+"""The contract of a strategy, with defaults that are local training.
+
+A strategy is a module with three names: ``Config`` (a frozen dataclass: its flags), ``Server``
+(one object, on rank 0) and ``Client`` (one object per client). A round is
+
+    download -> receive -> (evaluate) -> train -> (evaluate) -> upload -> aggregate
+
+and the core does everything around it: messages, devices, traffic, time, evaluation, state.
+
+Letters: M clients, K of them sampled, C classes, P parameters of the part that travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedapa_mpi import streams, training
+from fedapa_mpi.data.federation import Shard
+from fedapa_mpi.models import SplitModel
+from fedapa_mpi.store.state import Stateful
+
+Message = dict[str, Tensor]  # what crosses the wire
+
+
+def _never() -> None:
+    """The poll of a party that nobody can interrupt."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a server or a client is made from. Configuration and data: no checkpoint holds it."""
+
+    config: Any  # the strategy's own Config
+    clients: int  # M
+    classes: int  # C
+    seed: int
+    lr: float
+    momentum: float
+    epochs: int  # E
+    batch_size: int  # B
+    drop_last: str  # "auto", "true" or "false"
+    client_opt: str  # "persist" or "reset"
+    horizon: int  # T of the first start: what schedules that depend on T use
+    architecture: Callable[[], SplitModel]
+    device: torch.device
+    client: int = streams.SERVER
+    shard: Shard | None = None  # the client's data, on its device; None at the server
+    poll: Callable[[], None] = _never  # to be called between batches; may raise Abandoned
+
+    def make_model(self) -> SplitModel:
+        """The common initial model, the same for the server and every client."""
+        with streams.seeded(self.seed, streams.SERVER, 0, "model"):
+            return self.architecture().to(self.device)
+
+    def generator(self, t: int, purpose: str) -> torch.Generator:
+        """The stream of (seed, this client, round t, purpose), at its start."""
+        return streams.generator(self.seed, self.client, t, purpose)
+
+
+class Server(Stateful):
+    """The server's side; these defaults send nothing and learn nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.n = torch.zeros(setup.clients, dtype=torch.int64)  # [M] training samples
+        self.joined = torch.zeros(setup.clients, dtype=torch.bool)  # [M] has sent an upload
+
+    def welcome(self, hellos: Mapping[int, Message]) -> None:
+        """Takes every client's ``hello``, once, before round 1."""
+        for i, hello in hellos.items():
+            self.n[i] = hello["n"]
+
+    def download(self, ids: Sequence[int], t: int) -> Iterator[tuple[int, Message]]:
+        """Yields (client, message) for the given clients, ascending. Changes no state."""
+        for i in ids:
+            yield i, {}
+
+    def aggregate(
+        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
+    ) -> None:
+        """Takes a round's uploads {client: message}, ascending; maybe none.
+
+        ``sent[i]`` is bit for bit what client i received in this round. ``uploads`` may hold
+        fewer clients than ``sent``: some fail to answer.
+        """
+        for i in uploads:
+            self.joined[i] = True
+
+    def weights(self) -> Tensor | None:
+        """The matrix [M, M] that results record as ``/A``; None if there is no such thing."""
+        return None
+
+    def notices(self) -> list[str]:
+        """What the user should know about these settings, said once when a run starts."""
+        return []
+
+
+class Client(Stateful):
+    """A client's side; these defaults train the client's own model and share nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model = setup.make_model()
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=setup.lr, momentum=setup.momentum
+        )
+
+    @property
+    def shard(self) -> Shard:
+        """This client's data, on its device."""
+        assert self.setup.shard is not None
+        return self.setup.shard
+
+    def hello(self) -> Message:
+        """What the server has to know before round 1; start-up, not method traffic."""
+        return {"n": torch.tensor(self.shard.n)}
+
+    def receive(self, message: Message) -> None:
+        """Installs what came. The message's memory is not the client's: copy what is kept."""
+
+    def train(self, t: int) -> float:
+        """Local training of round t; the mean loss over its steps, NaN if there were none."""
+        if self.setup.client_opt == "reset":
+            self.optimizer.state.clear()
+        return training.fit(self, t)
+
+    def upload(self) -> Message:
+        """What goes to the server after training."""
+        return {}
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The training loss of a batch, x [B, ...], y [B] int64."""
+        return F.cross_entropy(self.predict(x), y)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Scores [B, C] of the model that this client would use."""
+        return self.model(x)
+
+    def set_mode(self, training: bool) -> None:
+        """Puts every module into training or evaluation mode, which no state holds."""
+        for value in vars(self).values():
+            if isinstance(value, nn.Module):
+                value.train(training)
+
+
+def weighted_mean(messages: Mapping[int, Message], name: str, n: Tensor) -> Tensor:
+    """sum_i (n_i / sum n) * message_i[name], in client order; weights are formed first.
+
+    If no client has a sample, all count the same.
+    """
+    counts = torch.stack([n[i] for i in messages]).double()
+    if counts.sum() == 0:
+        counts = torch.ones_like(counts)
+    mean: Tensor | None = None
+    for weight, message in zip((counts / counts.sum()).tolist(), messages.values(), strict=True):
+        part = weight * message[name]
+        mean = part if mean is None else mean + part
+    assert mean is not None, "a mean of no uploads"
+    return mean

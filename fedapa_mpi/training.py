@@ -1,0 +1,95 @@
+"""What clients do with data: batches, the SGD loop that strategies share, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from fedapa_mpi.models import has_batchnorm
+
+if TYPE_CHECKING:
+    from fedapa_mpi.strategies.base import Client
+
+EVALUATION_BATCH = 512
+
+
+def batch_sizes(n: int, batch_size: int, drop_last: str, skip_single: bool = False) -> list[int]:
+    """Sizes of an epoch's batches over n samples.
+
+    ``drop_last``: "true" drops the incomplete batch, "false" keeps it, "auto" drops it unless it
+    is the client's only one. ``skip_single`` leaves out a batch of one sample, in which
+    BatchNorm has no variance.
+    """
+    full, rest = divmod(n, batch_size)
+    sizes = [batch_size] * full
+    if rest and (drop_last == "false" or (drop_last == "auto" and not full)):
+        sizes.append(rest)
+    return [size for size in sizes if size > 1 or not skip_single]
+
+
+def batches(n: int, sizes: list[int], generator: torch.Generator) -> Iterator[Tensor]:
+    """Index tensors of one epoch, drawn without replacement from range(n)."""
+    yield from torch.randperm(n, generator=generator)[: sum(sizes)].split(sizes) if sizes else ()
+
+
+def fit(
+    client: Client,
+    t: int,
+    *,
+    optimizer: Optimizer | None = None,
+    epochs: int | None = None,
+    purpose: str = "batches",
+) -> float:
+    """SGD on ``client.loss`` for E epochs; returns the mean loss over the steps.
+
+    Args:
+        optimizer: instead of ``client.optimizer``.
+        epochs: instead of the configured E.
+        purpose: name of the random stream that the batches come from.
+
+    Returns:
+        NaN when the client has too few samples for one step.
+    """
+    setup, x, y = client.setup, client.shard.x, client.shard.y
+    optimizer = optimizer or client.optimizer
+    skip_single = has_batchnorm(client.model)
+    sizes = batch_sizes(len(y), setup.batch_size, setup.drop_last, skip_single)
+    generator = setup.generator(t, purpose)
+    total, steps = torch.zeros((), dtype=torch.float64, device=x.device), 0
+    client.set_mode(training=True)
+    for _ in range(setup.epochs if epochs is None else epochs):
+        for batch in batches(len(y), sizes, generator):
+            setup.poll()
+            batch = batch.to(x.device)
+            optimizer.zero_grad()
+            loss = client.loss(x[batch], y[batch])
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+            steps += 1
+    return (total / steps).item() if steps else float("nan")
+
+
+@torch.no_grad()
+def evaluate(client: Client) -> Tensor:
+    """Correct answers, samples and summed loss over the client's test set, float64 [3].
+
+    NaN throughout for a client without test samples: its accuracy is not available.
+    """
+    x, y = client.shard.x_test, client.shard.y_test
+    if not len(y):
+        return torch.full((3,), torch.nan, dtype=torch.float64)
+    client.set_mode(training=False)
+    score = torch.zeros(3, dtype=torch.float64, device=x.device)
+    for part, truth in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
+        client.setup.poll()
+        answer = client.predict(part)
+        score[0] += (answer.argmax(dim=1) == truth).sum()
+        score[1] += len(truth)
+        score[2] += F.cross_entropy(answer, truth, reduction="sum")
+    return score.cpu()
