@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fedapa_mpi import streams, training
 from fedapa_mpi.data.federation import Shard
 from fedapa_mpi.models import SplitModel
+from fedapa_mpi.sgd import SGD
 from fedapa_mpi.store.state import Stateful
 
 Message = dict[str, Tensor]  # what crosses the wire
@@ -107,9 +108,7 @@ class Client(Stateful):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.model = setup.make_model()
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=setup.lr, momentum=setup.momentum
-        )
+        self.optimizer = SGD(self.model.parameters(), lr=setup.lr, momentum=setup.momentum)
 
     @property
     def shard(self) -> Shard:

@@ -1,0 +1,28 @@
+"""torch's SGD without its compiler, whose import would cost every rank a second of a core.
+
+At their first call torch's optimizers import ``torch._dynamo``, only to keep it out of their own
+methods. Nothing is compiled here, so the methods are called as they were before torch wrapped
+them. A torch that wraps in another way is left alone: it only starts slower.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+_plain_step = inspect.unwrap(torch.optim.SGD.step)
+
+for _name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+    _method = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
+    _method.__dynamo_disable = _method  # "the compiler is out of it already"
+
+
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD``, number for number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step along the gradients."""
+        return _plain_step(self, closure)
