@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedapa_mpi import __version__, strategies
 from fedapa_mpi.config import Experiment, RunConfig, experiment, meaningless
 
 DEFAULT_STRATEGY = "fedapa"
+_COMMANDS = ("config", "print_config", "resume", "dry_run", "version")
 _CONFIG_FILE = Path(__file__).with_name("config.py")
 
 
@@ -25,7 +27,7 @@ class Request:
 
     strategy: str | None  # None: not said
     argv: tuple[str, ...] = ()  # flags, hyphens in names turned into underscores
-    file: Mapping[str, Any] = field(default_factory=dict)  # the values of --config
+    file: Mapping[str, str] = field(default_factory=dict)  # the values of --config
     resume: str | None = None  # a run's folder, or "auto"
     out: str | None = None
     dry_run: bool = False
@@ -51,7 +53,8 @@ def read(argv: Sequence[str]) -> Request:
         raise Finished(f"fedapa-mpi {__version__}")
     word = argv.pop(0) if argv and not argv[0].startswith("-") else None
     file = _read_yaml(_value_of("--config", argv))
-    strategy = word or file.pop("strategy", None)
+    named = file.pop("strategy", None)
+    strategy = word or named
     if strategy is not None and strategy not in strategies.names():
         known = ", ".join(strategies.names())
         raise ValueError(f"strategy is {strategy!r}, expected one of {known}")
@@ -103,6 +106,7 @@ def parser(strategy: str) -> ArgumentParser:
         f"Hyphens and underscores in flags mean the same.",
         exit_on_error=False,
         default_env=False,
+        allow_abbrev=False,
     )
     common = result.add_argument_group("command")
     common.add_argument("--config", type=str, help="YAML file with values of any flags below.")
@@ -139,18 +143,15 @@ def _add_fields(group: Any, config_class: type[Any], docs: Mapping[str, str]) ->
         )
 
 
-def _parsed(strategy: str, given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(strategy: str, given: Sequence[str] | Mapping[str, str]) -> dict[str, Any]:
     """The values given, by field, checked for name and type; nothing that was not given."""
-    flags = parser(strategy)
+    if isinstance(given, Mapping):
+        given = [f"--{name}={value}" for name, value in given.items()]
     try:
-        if isinstance(given, Mapping):
-            values = flags.parse_object(dict(given), defaults=False)
-        else:
-            values = flags.parse_args(list(given), defaults=False)
+        values = parser(strategy).parse_args(list(given), defaults=False)
     except Exception as error:
         raise ValueError(_shorter(str(error))) from error
-    commands = ("config", "print_config", "resume", "dry_run", "version")
-    return {name: value for name, value in vars(values).items() if name not in commands}
+    return {name: value for name, value in vars(values).items() if name not in _COMMANDS}
 
 
 def _shorter(message: str) -> str:
@@ -158,16 +159,21 @@ def _shorter(message: str) -> str:
     return " ".join(lines)
 
 
-def _read_yaml(path: str | None) -> dict[str, Any]:
+def _read_yaml(path: str | None) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        # all as text: YAML would take 1:30 for 90, and a value means what it means as a flag
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path} holds no 'flag: value' lines")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
+    if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
+        raise ValueError(f"--config {path} holds other than 'flag: value' lines")
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    for name in _COMMANDS:
+        if name in values:
+            raise ValueError(f"--config {path} holds {name}, which belongs on the command line")
+    return values
 
 
 def _underscores(word: str) -> str:
@@ -179,7 +185,7 @@ def _underscores(word: str) -> str:
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
     """The value of a flag in a command line that no parser has read yet."""
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in zip_longest(argv, argv[1:]):
         if word == flag:
             if following is None or following.startswith("--"):
                 raise ValueError(f"{flag} needs a value")

@@ -17,6 +17,7 @@ from fedapa_mpi.comm.traffic import Traffic
 from fedapa_mpi.config import Experiment
 from fedapa_mpi.console import Console
 from fedapa_mpi.data.prepare import Federation
+from fedapa_mpi.failing import Place
 from fedapa_mpi.log import log
 from fedapa_mpi.parties import Shape
 from fedapa_mpi.scores import Scoreboard
@@ -54,6 +55,7 @@ class Conductor:
     clock: Clock
     traffic: Traffic
     console: Console
+    place: Place  # kept up to date, for error messages
     attributes: Mapping[str, str | int | float]  # what every checkpoint says of the run
     labels: np.ndarray  # [M, C] training samples by class
     ranks: int
@@ -131,6 +133,7 @@ class Conductor:
         for t in range(self.done + 1, self.run.rounds + 1):
             if self.asked_to_stop():
                 return
+            self.place.round = t
             self._round_started = time.monotonic()
             self._skipped.clear()
             yield self._order(t)

@@ -29,14 +29,23 @@ METRICS = {
 
 
 class Console:
-    """Rank 0's standard output. ``bar``: show progress on the terminal instead of lines."""
+    """Rank 0's standard output.
 
-    def __init__(self, bar: bool = False) -> None:
-        width = None if sys.stdout.isatty() else 120
-        self._out = Terminal(width=width, highlight=False, soft_wrap=True)
+    alone: this is the only process. If it has a terminal, tables use its width and colours and a
+    bar shows the progress; some launchers hand their ranks a terminal that nobody sees.
+    """
+
+    def __init__(self, alone: bool) -> None:
+        plain = not (alone and sys.stdout.isatty())
+        self._out = Terminal(
+            width=120 if plain else None,
+            force_terminal=False if plain else None,
+            highlight=False,
+            soft_wrap=True,
+        )
         self._started = time.monotonic()
         self._bar: Progress | None = None
-        if bar:
+        if alone and sys.stderr.isatty():
             columns = (
                 TextColumn("round"),
                 MofNCompleteColumn(),

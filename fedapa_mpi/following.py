@@ -32,7 +32,6 @@ def follow(world: World, flag: StopFlag, guard: Guard) -> None:
     if not begin.get("refused"):
         experiment, device = Experiment.from_flat(begin["config"]), torch.device(begin["device"])
         torch.set_num_threads(experiment.run.threads)
-        transport.silence = experiment.run.watchdog
         transport.pinned = device.type == "cuda"
         clients = _clients(experiment, device, begin, transport)
         crew = Crew(clients, experiment.run.seed, device, clock, guard.place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -41,7 +40,7 @@ def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Gua
             shape = _shape(settled, federation, stored)
             server = parties.make_server(settled.experiment, shape)
             seats = _seats(settled, federation, world, transport)
-            console = Console(bar=world.size == 1 and sys.stderr.isatty())
+            console = Console(alone=world.size == 1)
             if dry_run:
                 plan.show(console, settled.experiment, shape, federation, server, seats)
                 _dismiss(transport)
@@ -58,6 +57,7 @@ def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Gua
                 clock=clock,
                 traffic=traffic,
                 console=console,
+                place=guard.place,
                 ranks=world.size,
             )
         except (ValueError, OSError) as error:

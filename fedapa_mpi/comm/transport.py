@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from fedapa_mpi.clock import Clock
@@ -21,6 +21,9 @@ from fedapa_mpi.comm.messages import BLOCK, Envelope, Kind, Message, Order, pack
 from fedapa_mpi.comm.traffic import Traffic
 from fedapa_mpi.comm.waiting import Wait
 from fedapa_mpi.stopping import RankFailedError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SERVER = 0
 
@@ -40,12 +43,14 @@ class Transport:
     """
 
     def __init__(self, comm: MPI.Intracomm, clock: Clock, traffic: Traffic | None = None) -> None:
+        from mpi4py import MPI  # starts MPI, which one process alone does without
+
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.rank_of: dict[int, int] = {}
         self.watch: Callable[[], None] = lambda: None
         self.pinned = False
-        self._comm, self._traffic, self._clock = comm, traffic, clock
+        self._mpi, self._comm, self._traffic, self._clock = MPI, comm, traffic, clock
         self.in_round = False  # whether what goes on now may be given up
         self.silence: float | None = None  # seconds without a message after which a wait fails
         # counted in blocks, a message above 2 GiB stays below the 2^31 - 1 elements that
@@ -135,7 +140,7 @@ class Transport:
 
     def waiting(self, kind: Kind) -> bool:
         """Whether a message of this kind is there to be taken."""
-        return self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=kind)
+        return self._comm.Iprobe(source=self._mpi.ANY_SOURCE, tag=kind)
 
     def take_waiting(self, kind: Kind) -> Envelope | None:
         """A message of this kind if one is there, from whatever rank."""
@@ -175,7 +180,7 @@ class Transport:
         due: dict[int, int | None] = dict.fromkeys(peers)
         wait = Wait()
         while self._leaving or any(due[rank] != self._received[rank] for rank in peers):
-            envelope = self._next(MPI.ANY_TAG, peers)
+            envelope = self._next(self._mpi.ANY_TAG, peers)
             if envelope is not None and envelope[1].kind is Kind.FAREWELL:
                 due[envelope[0]] = envelope[1].note["sent"]
             self._progress()
@@ -215,8 +220,8 @@ class Transport:
     def _next(self, tag: int, ranks: Iterable[int]) -> tuple[int, Envelope] | None:
         """The next message with this tag from any of these ranks, if one is there."""
         ranks = set(ranks)
-        source = ranks.pop() if len(ranks) == 1 else MPI.ANY_SOURCE
-        status = MPI.Status()
+        source = ranks.pop() if len(ranks) == 1 else self._mpi.ANY_SOURCE
+        status = self._mpi.Status()
         matched = self._comm.Improbe(source=source, tag=tag, status=status)
         if matched is None:
             return None
