@@ -184,12 +184,13 @@ def _underscores(word: str) -> str:
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """The value of a flag in a command line that no parser has read yet."""
+    """The (last) value of a flag in a command line that no parser has read yet."""
+    value = None
     for word, following in zip_longest(argv, argv[1:]):
         if word == flag:
             if following is None or following.startswith("--"):
                 raise ValueError(f"{flag} needs a value")
-            return following
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+    return value

@@ -74,6 +74,7 @@ class Conductor:
         shape: Shape,
         server: Server,
         stored: Checkpoint | None,
+        library: str,
         **more: Any,
     ) -> Conductor:
         """A conductor for a new run, or one that goes on from a stored checkpoint.
@@ -92,7 +93,7 @@ class Conductor:
         if stored is None:
             results = Results.create(
                 settled.folder.results,
-                attributes={**attributes, "config": settled.experiment.flat()},
+                attributes={**attributes, "config": settled.experiment.flat(), "mpi": library},
                 labels=federation.labels,
                 test_samples=federation.test_samples,
             )
@@ -100,7 +101,8 @@ class Conductor:
             _warn_of_versions(stored)
             results = Results.open(settled.folder.results)
             results.cut(stored.round)
-            results.set(config=settled.experiment.flat(), status="running", fingerprint="")
+            config = settled.experiment.flat()
+            results.set(config=config, mpi=library, status="running", fingerprint="")
             checkpoint.cut(settled.folder.checkpoints, stored.round)
             server.load_state_dict(stored.server())
             scoreboard.load_state_dict(stored.extra("scores"))

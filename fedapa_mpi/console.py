@@ -98,8 +98,9 @@ class Console:
                 _accuracy_rows(rows),
             )
             self.say(_cost(rows, time.monotonic() - self._started))
-            for line in _learned(rows, conductor.labels):
-                self.say(line)
+            if conductor.run.partition == "pathological":
+                for line in _learned(rows, conductor.labels):
+                    self.say(line)
         self.say(f"results: {conductor.folder.results}")
         if conductor.finished:
             self.say(f"fingerprint: {conductor.fingerprint}")

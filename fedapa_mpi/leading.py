@@ -53,6 +53,7 @@ def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Gua
                 shape,
                 server,
                 stored,
+                world.library,
                 flag=flag,
                 clock=clock,
                 traffic=traffic,

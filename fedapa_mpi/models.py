@@ -135,9 +135,9 @@ def _flat(tensors: Iterator[Tensor]) -> Tensor:
 
 
 def _fill(tensors: Iterator[Tensor], values: Tensor) -> None:
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(values[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
-    if start != values.numel():
-        raise ValueError(f"{values.numel()} values came for a model part of {start}")
+    targets = list(tensors)
+    sizes = [tensor.numel() for tensor in targets]
+    if sum(sizes) != values.numel():
+        raise ValueError(f"{values.numel()} values came for a model part of {sum(sizes)}")
+    for tensor, part in zip(targets, values.split(sizes), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -17,6 +17,7 @@ class World:
 
     node: the lowest rank on this rank's shared-memory node, which tells nodes apart (host names
     may repeat, and the launchers' local-rank variables are wrong under some mpiruns).
+    library: the MPI library's name and version, "none" without MPI.
     """
 
     comm: Any
@@ -24,6 +25,7 @@ class World:
     size: int
     node: int
     host: str
+    library: str = "none"
 
     def agree(self, go: bool) -> bool:
         """Rank 0's word whether to go on, said to all before torch is imported."""
@@ -60,7 +62,8 @@ def connect() -> World:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     lowest = node.allreduce(comm.rank, op=MPI.MIN)
     node.Free()
-    return World(comm.Dup(), comm.rank, comm.size, lowest, socket.gethostname())
+    library = MPI.Get_library_version().splitlines()[0].strip("\0, ")
+    return World(comm.Dup(), comm.rank, comm.size, lowest, socket.gethostname(), library)
 
 
 def visible_devices() -> tuple[str, ...]:
