@@ -66,7 +66,7 @@ def read(argv: Sequence[str]) -> Request:
         argv=tuple(w for w in argv if w != "--print_config"),
         file=file,
         resume=_value_of("--resume", argv),
-        out=_value_of("--out", argv),
+        out=_value_of("--out", argv) or file.get("out"),
         dry_run="--dry_run" in argv,
     )
     if request.resume and not print_config:

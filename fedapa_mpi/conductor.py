@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedapa_mpi import schedule, start
+from fedapa_mpi import schedule, start, strategies
 from fedapa_mpi.clock import SPANS, Clock
 from fedapa_mpi.comm.messages import Action, Message, Order
 from fedapa_mpi.comm.traffic import Traffic
@@ -26,7 +26,7 @@ from fedapa_mpi.stopping import StopFlag, parse_duration
 from fedapa_mpi.store import checkpoint
 from fedapa_mpi.store.checkpoint import Checkpoint
 from fedapa_mpi.store.folder import RunFolder
-from fedapa_mpi.store.results import Fingerprint, Results, RoundRecord, comparable
+from fedapa_mpi.store.results import Fingerprint, Results, RoundRecord, comparable, score_arrays
 from fedapa_mpi.store.state import State
 from fedapa_mpi.strategies.base import Server
 
@@ -59,8 +59,10 @@ class Conductor:
     attributes: Mapping[str, str | int | float]  # what every checkpoint says of the run
     labels: np.ndarray  # [M, C] training samples by class
     ranks: int
+    also: tuple[str, ...] = ()  # the strategy's further ways of answering
     done: int = 0  # rounds finished
     fingerprint: str = ""
+    final: dict[str, np.ndarray] = field(default_factory=dict)  # measured after the last round
     _saved: int = -1  # round of the newest checkpoint
     _started: float = field(default_factory=time.monotonic)
     _saving: float = 0.0  # seconds spent on checkpoints
@@ -89,13 +91,14 @@ class Conductor:
             "partition_hash": federation.partition_hash,
             "data_hash": federation.data_hash,
         }
-        scoreboard = Scoreboard(settled.experiment.run.clients)
+        also = strategies.load(settled.experiment.strategy).Client.ALSO
+        scoreboard = Scoreboard(settled.experiment.run.clients, 1 + len(also))
         if stored is None:
             results = Results.create(
                 settled.folder.results,
                 attributes={**attributes, "config": settled.experiment.flat(), "mpi": library},
-                labels=federation.labels,
-                test_samples=federation.test_samples,
+                labels=federation.labels[: settled.experiment.run.clients],
+                test_samples=federation.test_samples[: settled.experiment.run.clients],
             )
         else:
             _warn_of_versions(stored)
@@ -113,7 +116,8 @@ class Conductor:
             results,
             scoreboard,
             attributes=attributes,
-            labels=federation.labels,
+            labels=federation.labels[: settled.experiment.run.clients],
+            also=also,
             done=0 if stored is None else stored.round,
             _saved=-1 if stored is None else stored.round,
             **more,
@@ -139,6 +143,9 @@ class Conductor:
             self._round_started = time.monotonic()
             self._skipped.clear()
             yield self._order(t)
+        if not self.asked_to_stop():
+            self.place.round = self.run.rounds + 1
+            yield self._last_order()
 
     def asked_to_stop(self) -> bool:
         """Whether a signal or the time limit asks for an orderly stop."""
@@ -169,6 +176,18 @@ class Conductor:
             sequential=run.order == "sequential",
         )
 
+    def _last_order(self) -> Order:
+        """After the last round: what Algorithm 1 puts out, and the clients outside."""
+        M, held_out = self.run.clients, self.run.holdout_clients
+        some = self.server.newcomer() is not None
+        return Order(
+            Action.ROUND,
+            self.run.rounds + 1,
+            points=("recv",),
+            delivered=tuple(range(M)),
+            newcomers=tuple(range(M, M + held_out)) if some else (),
+        )
+
     # -- in a round ------------------------------------------------------------------------------
 
     def accept(self, uploads: Mapping[int, Message], t: int) -> dict[int, Message]:
@@ -196,9 +215,13 @@ class Conductor:
     # -- after a round ---------------------------------------------------------------------------
 
     def record(self, order: Order, reports: Mapping[int, RankReport]) -> None:
-        """Takes down a finished round."""
+        """Takes down a finished round, or what was measured after the last."""
         M, answering = self.run.clients, order.answering(order.clients)
         merged = _merged([report.rows for report in reports.values() if report.rows])
+        if order.round > self.run.rounds:
+            self.final = _final(order, merged, self.also, self.run.holdout_clients)
+            self.results.put(self.final)
+            return
         scores = self.scoreboard.enter(order, merged)
         down, up = self.traffic.take()
         loss = np.full(M, np.nan)
@@ -214,8 +237,12 @@ class Conductor:
             bytes_down=down,
             bytes_up=up,
             seconds=_seconds(reports, self.ranks),
-            recv=scores["recv"].numpy(),
-            post=scores["post"].numpy(),
+            recv=scores["recv"][:, 0].numpy(),
+            post=scores["post"][:, 0].numpy(),
+            also={
+                name: {point: scores[point][:, 1 + v].numpy() for point in scores}
+                for v, name in enumerate(self.also)
+            },
             A=weights.cpu().numpy()
             if weights is not None and every and order.round % every == 0
             else None,
@@ -233,8 +260,8 @@ class Conductor:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done."""
-        return self.done == self.run.rounds
+        """Whether all rounds are done and their outcome is measured."""
+        return self.done == self.run.rounds and bool(self.final)
 
     @property
     def save_needed(self) -> bool:
@@ -258,7 +285,8 @@ class Conductor:
             )
             checkpoint.prune(self.folder.checkpoints, self.run.keep)
         if self.finished:
-            self.fingerprint = digest.metrics(comparable(self.results.rows())).hexdigest()
+            metrics = comparable(self.results.rows()) | self.final
+            self.fingerprint = digest.metrics(metrics).hexdigest()
         self._saved = self.done
         self._saving += time.monotonic() - start
         self._write_status("running")
@@ -304,6 +332,25 @@ def _merged(rows: list[Message]) -> Message:
     return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
 
 
+def _final(
+    order: Order, report: Message, also: tuple[str, ...], held_out: int
+) -> dict[str, np.ndarray]:
+    """``final/recv/...`` of all clients and ``final/holdout/{recv,post}/...`` of those outside."""
+    row_of = {i: row for row, i in enumerate(report["client"].tolist())}
+    members = [row_of[i] for i in order.delivered]
+    final: dict[str, np.ndarray] = {}
+    for v, name in enumerate(("", *also)):
+        end = f"/{name}" if name else ""
+        final |= score_arrays(f"final/recv{end}", report["recv"][members, v].numpy())
+        for point in ("recv", "post"):
+            scores = np.full((held_out, 3), np.nan)  # not available
+            if order.newcomers:
+                scores = report[point][[row_of[i] for i in order.newcomers], v].numpy()
+            if held_out:
+                final |= score_arrays(f"final/holdout/{point}{end}", scores)
+    return final
+
+
 def _mask(ids: Iterable[int], M: int) -> np.ndarray:
     mask = np.zeros(M, dtype=bool)
     mask[list(ids)] = True
@@ -317,7 +364,8 @@ def _trained_by(
     for rank, report in reports.items():
         if not report.rows:
             continue  # the server trains nobody
-        trained = np.intersect1d(report.rows["client"].numpy(), list(answering))
+        mine = report.rows["client"].numpy()
+        trained = mine[np.isin(mine, list(answering))]
         who["rank"][trained] = rank
         who["pid"][trained] = report.identity["pid"]
         who["device"][trained] = report.identity["device"]

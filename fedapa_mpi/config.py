@@ -12,7 +12,8 @@ from fedapa_mpi import strategies
 from fedapa_mpi.data import datasets, partition
 from fedapa_mpi.stopping import parse_duration
 
-MODELS = ("lenet5", "mlp")  # the builders of models.py, named here because that imports torch
+# the builders of models.py, named here because that imports torch
+MODELS = ("cnn4", "lenet5", "mlp", "resnet18")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class RunConfig:
     """Fewest test samples of a client."""
     clients: int = 20
     """Number of clients M."""
+    holdout_clients: int = 0
+    """Clients outside the M that are tried at the end: one download, one local training."""
     join_low: float = 0.6
     """Smallest share of the clients that is sampled in a round."""
     join_high: float = 1.0
@@ -60,7 +63,7 @@ class RunConfig:
     order: Literal["parallel", "sequential"] = "parallel"
     """Clients of a round at once, or each from what the one before it has changed."""
     model: str = "lenet5"
-    """Model: mlp or lenet5."""
+    """Model: mlp, lenet5, cnn4, resnet18, or your own as package.module:factory."""
     seed: int = 0
     """Seed of everything that is drawn."""
     threads: int = 1
@@ -109,10 +112,22 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("dataset", self.dataset, datasets.names())
         _one_of("partition", self.partition, partition.names())
-        _one_of("model", self.model, MODELS)
+        _need(
+            self.model in MODELS or _names_own_model(self.model),
+            "model",
+            self.model,
+            f"one of {', '.join(MODELS)}, or your own as package.module:factory (no file name)",
+        )
         for field in ("clients", "epochs", "batch_size", "rounds", "threads", "eval_every"):
             _at_least(field, getattr(self, field), 1)
-        for field in ("min_train", "min_test", "seed", "record_A_every", "classes_per_client"):
+        for field in (
+            "min_train",
+            "min_test",
+            "seed",
+            "record_A_every",
+            "holdout_clients",
+            "classes_per_client",
+        ):
             _at_least(field, getattr(self, field), int(field == "classes_per_client"))
         _at_least("keep", self.keep, 2)
         for field in ("fraction", "alpha", "lr"):
@@ -242,6 +257,13 @@ def _at_least(field: str, value: int, least: int) -> None:
 
 def _one_of(field: str, value: str, known: Iterable[str]) -> None:
     _need(value in known, field, value, f"one of {', '.join(sorted(known))}")
+
+
+def _names_own_model(value: str) -> bool:
+    """Whether a value looks like ``package.module:factory``; rank 0 looks later what it is."""
+    module, _, factory = value.partition(":")
+    words = module.split(".")
+    return all(map(str.isidentifier, [*words, factory])) and words[-1] != "py"
 
 
 def _check_device(field: str, value: str, *others: str) -> None:

@@ -95,7 +95,7 @@ class Console:
             self.table(
                 "accuracy over all clients with test data",
                 ("", *METRICS.values()),
-                _accuracy_rows(rows),
+                [*_accuracy_rows(rows), *_final_rows(conductor)],
             )
             self.say(_cost(rows, time.monotonic() - self._started))
             if conductor.run.partition == "pathological":
@@ -131,10 +131,27 @@ def _accuracy_rows(rows: Rows) -> list[list[str]]:
         best = known[macro[known].argmax()]
         for name, r in (("last", known[-1]), ("best", best)):
             values = [rows[f"accuracy/{point}/{metric}"][r] for metric in METRICS]
-            table.append(
-                [f"{point} {name} (round {rows['round'][r]})", *(f"{v:.4f}" for v in values)]
-            )
+            table.append([f"{point} {name} (round {rows['round'][r]})", *map(_number, values)])
     return table
+
+
+def _final_rows(conductor: Conductor) -> list[list[str]]:
+    """What was measured once after the last round: the next download, and clients outside."""
+    parts = {f"recv of round {conductor.run.rounds + 1}": "final/recv"}
+    if conductor.run.holdout_clients:
+        parts |= {f"held-out {point}": f"final/holdout/{point}" for point in ("recv", "post")}
+    return [
+        [
+            title,
+            *(_number(float(conductor.final.get(f"{part}/{name}", np.nan))) for name in METRICS),
+        ]
+        for title, part in parts.items()
+        if conductor.final
+    ]
+
+
+def _number(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.4f}"
 
 
 def _cost(rows: Mapping[str, Any], wall: float) -> str:

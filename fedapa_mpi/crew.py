@@ -16,8 +16,7 @@ from fedapa_mpi.failing import Place
 from fedapa_mpi.store.state import State, copy_of
 from fedapa_mpi.strategies.base import Client
 
-NO_SCORE = (float("nan"),) * 3
-COLUMNS = {"loss": (), "recv": (3,), "post": (3,), "held": (3,)}  # of a report, with shapes
+SCORES = ("recv", "post", "held")  # columns of a report, [k, V, 3] each
 
 
 class Crew:
@@ -25,6 +24,7 @@ class Crew:
 
     Args:
         clients: by id.
+        members: how many clients the federation has; ids from there on are held out.
         seed: of the run; the streams of a client's own random numbers start from it.
         device: where the clients are.
         clock: charged with ``compute`` and ``evaluation``.
@@ -34,15 +34,23 @@ class Crew:
     def __init__(
         self,
         clients: Mapping[int, Client],
+        members: int,
         seed: int,
         device: torch.device,
         clock: Clock,
         place: Place,
     ) -> None:
         self.clients = dict(sorted(clients.items()))
+        self.members = {i: client for i, client in self.clients.items() if i < members}
         self._seed, self._device, self._clock, self._place = seed, device, clock, place
+        self._ways = 1 + max((len(c.ALSO) for c in clients.values()), default=0)
         self._before: dict[int, State] = {}
         self._rows: dict[int, dict[str, Tensor]] = {}
+
+    def hello(self, i: int) -> Message:
+        """What a client tells the server before round 1."""
+        with self._clock.span("compute"), self._streams(i, 0, "hello"):
+            return self.clients[i].hello()
 
     def begin(self, t: int) -> None:
         """Round t begins: what the last one left behind can no longer be undone."""
@@ -61,8 +69,7 @@ class Crew:
         self._receive(i, message, t)
         if "recv" in order.points:
             self._note(i, "recv", self._score(i, t))
-        with self._clock.span("compute"), self._streams(i, t, "train"):
-            self._note(i, "loss", torch.tensor(client.train(t), dtype=torch.float64))
+        self._train(i, t)
         if "post" in order.points:
             self._note(i, "post", self._score(i, t))
         return client.upload()
@@ -78,6 +85,15 @@ class Crew:
         self._note(i, "recv", self._score(i, t))
         self.clients[i].load_state_dict(self._before[i])
 
+    def try_newcomer(self, i: int, message: Message, t: int) -> None:
+        """Lets a held-out client start from a delivery and train once, then puts it back."""
+        self._before[i] = copy_of(self.clients[i].state_dict())
+        self._receive(i, message, t)
+        self._note(i, "recv", self._score(i, t))
+        self._train(i, t)
+        self._note(i, "post", self._score(i, t))
+        self.clients[i].load_state_dict(self._before[i])
+
     def undo(self) -> None:
         """Puts every client back to where it was before the round."""
         for i, state in self._before.items():
@@ -87,13 +103,15 @@ class Crew:
     def report(self) -> Message:
         """The round's losses and scores: ``client`` [k] and a row of each column per client.
 
-        A score is (correct, samples, summed loss); NaN stands for not measured.
+        A score is (correct, samples, summed loss) for each of V ways of answering; NaN stands
+        for not measured.
         """
         ids = sorted(self._rows)
+        nothing = torch.full((), torch.nan, dtype=torch.float64)
         message = {"client": torch.tensor(ids, dtype=torch.int64)}
-        for column, shape in COLUMNS.items():
-            nothing = torch.full(shape, torch.nan, dtype=torch.float64)
-            rows = [self._rows[i].get(column, nothing) for i in ids]
+        for column in ("loss", *SCORES):
+            shape = () if column == "loss" else (self._ways, 3)
+            rows = [self._rows[i].get(column, nothing).expand(shape) for i in ids]
             message[column] = torch.stack(rows) if rows else nothing.new_empty((0, *shape))
         return message
 
@@ -106,6 +124,10 @@ class Crew:
         here = {name: tensor.to(self._device) for name, tensor in message.items()}
         with self._clock.span("compute"), self._streams(i, t, "receive"):
             self.clients[i].receive(here)
+
+    def _train(self, i: int, t: int) -> None:
+        with self._clock.span("compute"), self._streams(i, t, "train"):
+            self._note(i, "loss", torch.tensor(self.clients[i].train(t), dtype=torch.float64))
 
     def _score(self, i: int, t: int) -> Tensor:
         with self._clock.span("evaluation"), self._streams(i, t, "evaluate"):

@@ -34,7 +34,9 @@ def follow(world: World, flag: StopFlag, guard: Guard) -> None:
         torch.set_num_threads(experiment.run.threads)
         transport.pinned = device.type == "cuda"
         clients = _clients(experiment, device, begin, transport)
-        crew = Crew(clients, experiment.run.seed, device, clock, guard.place)
+        run = experiment.run
+        crew = Crew(clients, run.clients, run.seed, device, clock, guard.place)
+        _join(crew, begin["resumed_from"], transport)
         rounds.work(crew, transport, clock)
     transport.close()
 
@@ -42,18 +44,22 @@ def follow(world: World, flag: StopFlag, guard: Guard) -> None:
 def _clients(
     experiment: Experiment, device: torch.device, begin: dict[str, Any], transport: Transport
 ) -> dict[int, Client]:
-    """This rank's clients, new or as the checkpoint has them."""
+    """This rank's clients, in their state before round 1."""
     shape = Shape.from_note(begin["shape"])
     clients = {}
     for i in begin["clients"]:
         shard = Shard.from_message(transport.receive(Kind.SHARD, i, 0))
         clients[i] = parties.make_client(experiment, shape, i, shard, device, transport.poll)
-    for i, client in clients.items():
-        if begin["resumed_from"] is None:
-            transport.send(Kind.HELLO, i, 0, client.hello())
-        else:
-            client.load_state_dict(transport.receive(Kind.STATE, i, begin["resumed_from"]))
     return clients
+
+
+def _join(crew: Crew, resumed_from: int | None, transport: Transport) -> None:
+    """Says hello to the server, or takes the state that a checkpoint of some round holds."""
+    for i, client in crew.members.items():
+        if resumed_from is None:
+            transport.send(Kind.HELLO, i, 0, crew.hello(i))
+        else:
+            client.load_state_dict(transport.receive(Kind.STATE, i, resumed_from))
 
 
 def _watch(transport: Transport, flag: StopFlag) -> Any:

@@ -145,12 +145,13 @@ def _alone(
         i: parties.make_client(experiment, shape, i, shard, device, poll)
         for i, shard in enumerate(federation.shards)
     }
+    run = experiment.run
+    crew = Crew(clients, run.clients, run.seed, device, conductor.clock, guard.place)
     if stored is None:
-        server.welcome({i: copied(client.hello()) for i, client in clients.items()})
+        server.welcome({i: copied(crew.hello(i)) for i in crew.members})
     else:
-        for i, client in clients.items():
+        for i, client in crew.members.items():
             client.load_state_dict(stored.client(i))
-    crew = Crew(clients, experiment.run.seed, device, conductor.clock, guard.place)
     rounds.simulate(server, crew, conductor)
 
 

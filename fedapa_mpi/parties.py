@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedapa_mpi import models, strategies, streams
+from fedapa_mpi import models, schedule, strategies, streams
 from fedapa_mpi.config import Experiment
 from fedapa_mpi.data.federation import Shard
 from fedapa_mpi.strategies.base import Client, Server, Setup
@@ -33,7 +33,12 @@ class Shape:
 
 
 def make_server(experiment: Experiment, shape: Shape) -> Server:
-    """The server of the experiment's strategy, in its state before round 1."""
+    """The server of the experiment's strategy, in its state before round 1.
+
+    Raises:
+        ValueError: the model does not fit the data.
+    """
+    models.check(experiment.run.model, shape.input_shape, shape.classes)
     device = torch.device(experiment.run.server_device)
     setup = _setup(experiment, shape, device)
     with streams.seeded(setup.seed, streams.SERVER, 0, "server", device):
@@ -73,6 +78,7 @@ def _setup(experiment: Experiment, shape: Shape, device: torch.device, **more: A
         drop_last=run.drop_last,
         client_opt=run.client_opt,
         horizon=shape.horizon,
+        participation=schedule.participation(run),
         architecture=lambda: models.build(run.model, shape.input_shape, shape.classes),
         device=device,
         **more,

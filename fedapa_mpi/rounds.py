@@ -32,15 +32,15 @@ def simulate(server: Server, crew: Crew, conductor: Conductor) -> None:
         return copied(message)
 
     def states() -> Iterator[tuple[int, State]]:
-        return ((i, client.state_dict()) for i, client in crew.clients.items())
+        return ((i, client.state_dict()) for i, client in crew.members.items())
 
     for order in conductor.orders():
         t = order.round
         crew.begin(t)
         before = _before(server, order)
         try:
-            for i, message in _downloads(server, order.delivered, t, conductor.clock):
-                crew.evaluate_delivered(i, carry(Kind.DELIVERY, i, message), t)
+            for i, message in _deliveries(server, order, conductor.clock):
+                _try_out(crew, i, carry(Kind.DELIVERY, i, message), order)
             for i in order.held:
                 crew.evaluate_held(i, t)
             for turn in order.turns():
@@ -79,7 +79,7 @@ def serve(server: Server, transport: Transport, conductor: Conductor) -> None:
         t = order.round
         transport.announce(order)
         before = _before(server, order)
-        for i, message in _downloads(server, order.delivered, t, conductor.clock):
+        for i, message in _deliveries(server, order, conductor.clock):
             transport.send(Kind.DELIVERY, i, t, message)
         try:
             for turn in order.turns():
@@ -109,7 +109,7 @@ def work(crew: Crew, transport: Transport, clock: Clock) -> None:
     while (order := transport.await_order()).action is not Action.STOP:
         if order.action is Action.CHECKPOINT:
             with clock.span("checkpoint"):
-                for i, client in crew.clients.items():
+                for i, client in crew.members.items():
                     transport.send(Kind.STATE, i, order.round, client.state_dict())
                     transport.flush()  # one state at a time, so that memory stays small
         elif order.action is Action.ABANDON:
@@ -130,12 +130,27 @@ def _take_part(crew: Crew, transport: Transport, order: Order, clock: Clock) -> 
             message = transport.receive(Kind.DOWNLOAD, i, t)
             if i not in order.dropped:
                 transport.send(Kind.UPLOAD, i, t, crew.participate(i, message, order))
-    for i in crew.mine(order.delivered):
-        crew.evaluate_delivered(i, transport.receive(Kind.DELIVERY, i, t), t)
+    for i in crew.mine((*order.delivered, *order.newcomers)):
+        _try_out(crew, i, transport.receive(Kind.DELIVERY, i, t), order)
     for i in crew.mine(order.held):
         crew.evaluate_held(i, t)
     note = {"identity": crew.identity(), "seconds": clock.take()}
     transport.post(Envelope(Kind.REPORT, round=t, tensors=crew.report(), note=note), SERVER)
+
+
+def _try_out(crew: Crew, i: int, message: Message, order: Order) -> None:
+    """A client gets a delivery that leaves no trace in its state."""
+    tried = crew.try_newcomer if i in order.newcomers else crew.evaluate_delivered
+    tried(i, message, order.round)
+
+
+def _deliveries(server: Server, order: Order, clock: Clock) -> Iterator[tuple[int, Message]]:
+    """What is sent for evaluation only; not traffic."""
+    yield from _downloads(server, order.delivered, order.round, clock)
+    for i in order.newcomers:
+        message = server.newcomer()
+        assert message is not None, "an order names newcomers only if there is something for them"
+        yield i, message
 
 
 def _downloads(

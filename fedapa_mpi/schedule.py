@@ -15,13 +15,23 @@ def sampled(config: RunConfig, t: int) -> tuple[int, ...]:
     K is uniform over the integers from max(1, floor(low M)) to max(1, floor(high M)), then K
     distinct clients are drawn. The same for every strategy with the same seed.
     """
-    M = config.clients
-    fewest, most = (
-        max(1, int(share * M + 1e-9)) for share in (config.join_low, config.join_high)
-    )  # 0.29 * 100 is 28.999...
+    fewest, most = bounds(config)
     draw = np.random.default_rng([config.seed, t, _SAMPLING])
     K = int(draw.integers(fewest, most, endpoint=True))
-    return tuple(draw.permutation(M)[:K].tolist())
+    return tuple(draw.permutation(config.clients)[:K].tolist())
+
+
+def bounds(config: RunConfig) -> tuple[int, int]:
+    """The smallest and the largest number K of clients that a round may sample."""
+    M = config.clients
+    # 0.29 * 100 is 28.999...
+    low, high = (max(1, int(share * M + 1e-9)) for share in (config.join_low, config.join_high))
+    return low, high
+
+
+def participation(config: RunConfig) -> float:
+    """The expected share of the clients that a round samples, E[K] / M."""
+    return sum(bounds(config)) / 2 / config.clients
 
 
 def dropped(config: RunConfig, t: int) -> frozenset[int]:

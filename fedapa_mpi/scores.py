@@ -12,11 +12,12 @@ from fedapa_mpi.store.state import Stateful
 class Scoreboard(Stateful):
     """Remembers the score of the model that each client holds, so that it is measured once.
 
-    A score is (correct, samples, summed loss), float64 [3]; NaN means not available.
+    A score is (correct, samples, summed loss) for each of V ways of answering, float64 [V, 3];
+    NaN means not available.
     """
 
-    def __init__(self, clients: int) -> None:
-        self.held = torch.full((clients, 3), torch.nan, dtype=torch.float64)  # [M, 3]
+    def __init__(self, clients: int, ways: int = 1) -> None:
+        self.held = torch.full((clients, ways, 3), torch.nan, dtype=torch.float64)  # [M, V, 3]
         self.known = torch.zeros(clients, dtype=torch.bool)  # [M] held is of the present model
 
     def unknown(self, others: list[int]) -> tuple[int, ...]:
@@ -24,7 +25,7 @@ class Scoreboard(Stateful):
         return tuple(i for i in others if not self.known[i])
 
     def enter(self, order: Order, report: Message) -> dict[str, Tensor]:
-        """Takes a round's scores; gives ``recv`` and ``post`` of every client, [M, 3] each.
+        """Takes a round's scores; gives ``recv`` and ``post`` of every client, [M, V, 3] each.
 
         NaN rows for points that this round does not evaluate.
         """

@@ -77,19 +77,38 @@ def fit(
 
 @torch.no_grad()
 def evaluate(client: Client) -> Tensor:
-    """Correct answers, samples and summed loss over the client's test set, float64 [3].
+    """Correct answers, samples and summed loss over the client's test set, float64 [V, 3].
 
-    NaN throughout for a client without test samples: its accuracy is not available.
+    V: ``predict`` and each further way of answering that the client's ALSO names. NaN throughout
+    for a client without test samples: its accuracy is not available.
     """
     x, y = client.shard.x_test, client.shard.y_test
+    ways = [client.predict, *(getattr(client, f"predict_{name}") for name in client.ALSO)]
     if not len(y):
-        return torch.full((3,), torch.nan, dtype=torch.float64)
+        return torch.full((len(ways), 3), torch.nan, dtype=torch.float64)
     client.set_mode(training=False)
-    score = torch.zeros(3, dtype=torch.float64, device=x.device)
+    score = torch.zeros(len(ways), 3, dtype=torch.float64, device=x.device)
     for part, truth in zip(x.split(EVALUATION_BATCH), y.split(EVALUATION_BATCH), strict=True):
         client.setup.poll()
-        answer = client.predict(part)
-        score[0] += (answer.argmax(dim=1) == truth).sum()
-        score[1] += len(truth)
-        score[2] += F.cross_entropy(answer, truth, reduction="sum")
+        for way, predict in zip(score, ways, strict=True):
+            answer = predict(part)
+            way[0] += (answer.argmax(dim=1) == truth).sum()
+            way[1] += len(truth)
+            way[2] += F.cross_entropy(answer, truth, reduction="sum")
     return score.cpu()
+
+
+@torch.no_grad()
+def class_means(client: Client) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean feature of each class that the client owns, over all its training samples.
+
+    In evaluation mode and without dropping any sample.
+
+    Returns:
+        means [m, D], class ids [m] int64 ascending, sample counts [m] int64.
+    """
+    x, y = client.shard.x, client.shard.y
+    client.set_mode(training=False)
+    ids, counts = y.unique(return_counts=True)
+    z = torch.cat([client.model.extractor(part) for part in x.split(EVALUATION_BATCH)])
+    return torch.stack([z[y == c].mean(dim=0) for c in ids]) if len(ids) else z[:0], ids, counts

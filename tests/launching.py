@@ -51,6 +51,10 @@ class Ended:
         """results.h5, open for reading."""
         return h5py.File(self.folder / "results.h5", "r")
 
+    def checkpoint(self) -> h5py.File:
+        """The newest checkpoint, open for reading."""
+        return h5py.File(sorted((self.folder / "checkpoints").glob("round-*.h5"))[-1], "r")
+
 
 @dataclass
 class Launcher:

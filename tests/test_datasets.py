@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedapa_mpi.data import datasets, partition
-from fedapa_mpi.data.datasets import FASHION_MNIST, Dataset, load, locate, read_idx
+from fedapa_mpi.data import datasets, partition, sources
+from fedapa_mpi.data.datasets import Dataset, load, read_idx
 from fedapa_mpi.data.federation import Shard, data_hash, shards
 from fedapa_mpi.data.partition import Partition
+from fedapa_mpi.data.sources import FASHION_MNIST, locate
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -51,10 +52,10 @@ def nowhere(tmp_path, monkeypatch):
 
     monkeypatch.delenv("FEDAPA_DATA", raising=False)
     monkeypatch.setattr(
-        datasets, "FASHION_MNIST", replace(FASHION_MNIST, system=tmp_path / "system")
+        datasets, "FASHION_MNIST", replace(FASHION_MNIST, system=tmp_path / "system", md5=())
     )
-    monkeypatch.setattr(datasets, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.Source, "download", no_network)
+    monkeypatch.setattr(sources, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sources.Source, "download", no_network)
     return tmp_path
 
 
@@ -179,17 +180,17 @@ def test_download_goes_where_the_user_said(nowhere, monkeypatch, data_dir, envir
     def fetch(self, root):
         write_set(root / self.folder, first=9)
 
-    monkeypatch.setattr(datasets.Source, "download", fetch)
+    monkeypatch.setattr(sources.Source, "download", fetch)
     if environment:
         monkeypatch.setenv("FEDAPA_DATA", str(nowhere / environment))
     assert marker(load("fmnist", data_dir and str(nowhere / data_dir))) == 9
     assert (nowhere / expected / "FashionMNIST/raw/train-images-idx3-ubyte").exists()
-    monkeypatch.setattr(datasets.Source, "download", None)
+    monkeypatch.setattr(sources.Source, "download", None)
     assert marker(load("fmnist", data_dir and str(nowhere / data_dir))) == 9  # found next time
 
 
 def test_download_that_brings_nothing_is_an_error(nowhere, monkeypatch):
-    monkeypatch.setattr(datasets.Source, "download", lambda self, root: None)
+    monkeypatch.setattr(sources.Source, "download", lambda self, root: None)
     with pytest.raises(FileNotFoundError, match="not there afterwards"):
         load("fmnist")
 
@@ -204,7 +205,7 @@ def test_download_uses_torchvision_with_a_time_limit(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torchvision.datasets, "FashionMNIST", fetch)
     FASHION_MNIST.download(tmp_path)
-    assert calls == [(str(tmp_path), True, datasets.DOWNLOAD_TIMEOUT)]
+    assert calls == [(str(tmp_path), True, sources.DOWNLOAD_TIMEOUT)]
     assert socket.getdefaulttimeout() is None
 
 

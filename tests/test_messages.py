@@ -323,7 +323,7 @@ def test_without_clients_there_are_no_turns(sequential):
 def orders(draw):
     ids = st.lists(st.integers(0, 30), unique=True, max_size=8)
     clients = draw(ids)
-    others = [[i for i in draw(ids) if i not in clients] for _ in range(2)]
+    others = [[i for i in draw(ids) if i not in clients] for _ in range(3)]
     dropped = draw(st.frozensets(st.sampled_from(clients))) if clients else frozenset()
     return Order(
         draw(st.sampled_from(Action)),
@@ -333,6 +333,7 @@ def orders(draw):
         draw(st.sampled_from([(), ("recv",), ("post",), ("recv", "post")])),
         tuple(others[0]),
         tuple(others[1]),
+        tuple(others[2]),
         draw(st.booleans()),
     )
 

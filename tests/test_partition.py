@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedapa_mpi.data import partition
+from fedapa_mpi.data import dealing, partition, pfllib
 from fedapa_mpi.data.partition import Partition, class_counts, names, split
 
 FMNIST_TRAIN = np.tile(np.arange(10), 6000)  # 60000 labels
@@ -24,6 +24,13 @@ def labels(classes: int, each: int, seed: int = 0) -> np.ndarray:
 def held(parts: tuple[np.ndarray, ...], y: np.ndarray) -> list[set[int]]:
     """The classes that each client holds."""
     return [set(y[part].tolist()) for part in parts]
+
+
+def pools(parts: Partition, y_train, y_test) -> list[tuple[tuple[np.ndarray, ...], int]]:
+    """Index lists that share a source, and the size of that source."""
+    if parts.merged:
+        return [(parts.train + parts.test, y_train.size + y_test.size)]
+    return [(parts.train, y_train.size), (parts.test, y_test.size)]
 
 
 def same(a: Partition, b: Partition) -> bool:
@@ -61,13 +68,19 @@ def test_every_sample_goes_to_one_client_at_most(
         clients = arguments["clients"] = (
             classes  # fewer cannot cover the classes: refused, see below
         )
-    parts = split(name, y_train, y_test, **arguments)
-    for drawn, y in ((parts.train, y_train), (parts.test, y_test)):
+    try:
+        parts = split(name, y_train, y_test, **arguments)
+    except ValueError as refusal:
+        assert name == "pfllib-dir"  # wants samples for everybody, whatever we accept
+        assert "none of 1000 draws" in str(refusal)  # noqa: PT017 - refusing is right too
+        return
+    for drawn in (parts.train, parts.test):
         assert len(drawn) == clients
         assert all(part.dtype == np.int64 for part in drawn)
+    for drawn, size in pools(parts, y_train, y_test):
         together = np.concatenate(drawn)
         assert np.unique(together).size == together.size
-        assert np.isin(together, np.arange(y.size)).all()
+        assert np.isin(together, np.arange(size)).all()
     assert same(parts, split(name, y_train, y_test, **arguments))
 
 
@@ -81,7 +94,8 @@ def test_another_seed_is_another_partition(name):
 @pytest.mark.parametrize("name", names())
 def test_samples_are_shuffled_within_the_class(name):
     parts = split(name, FMNIST_TRAIN, FMNIST_TEST, clients=10, seed=0)
-    for part, y in ((parts.train[0], FMNIST_TRAIN), (parts.test[0], FMNIST_TEST)):
+    sources = parts.sources(FMNIST_TRAIN, FMNIST_TEST)
+    for part, y in zip((parts.train[0], parts.test[0]), sources):
         of_one_class = part[y[part] == y[part[0]]]
         assert (np.diff(of_one_class) < 0).any()
 
@@ -109,7 +123,8 @@ def test_clients_without_samples_are_legal():
         parts = split(
             name, y, y[:0], clients=5, seed=0, min_train=0, min_test=0, classes_per_client=1
         )
-        assert [part.size for part in parts.test] == [0] * 5
+        assert min(part.size for part in parts.test) == 0
+        assert parts.merged or max(part.size for part in parts.test) == 0
         assert min(part.size for part in parts.train) == 0
         assert parts.hash()
 
@@ -209,7 +224,7 @@ def test_every_client_has_k_classes_where_it_divides(clients, wanted):
     ],
 )
 def test_pathological_refuses_at_once_what_cannot_fit(monkeypatch, clients, wanted, message):
-    monkeypatch.setattr(partition, "_accepted_counts", None)  # refused before anything is drawn
+    monkeypatch.setattr(partition, "accepted_counts", None)  # refused before anything is drawn
     with pytest.raises(ValueError, match=message):
         split(
             "pathological",
@@ -314,9 +329,9 @@ def test_dirichlet_refusal_tells_who_got_what_and_what_to_change():
 
 def test_rounding_never_loses_or_invents_a_sample():
     shares = np.array([[0.3, 0.7], [0.29, 0.71], [1 / 3, 2 / 3], [0.5, 0.5]])
-    counts = partition._counts(shares, np.array([10, 100, 9, 3]))
+    counts = dealing.floor_counts(shares, np.array([10, 100, 9, 3]))
     assert counts.tolist() == [[3, 7], [29, 71], [3, 6], [1, 1]]
-    thirds = partition._counts(np.full((1, 500), 1 / 500), np.array([500]))
+    thirds = dealing.floor_counts(np.full((1, 500), 1 / 500), np.array([500]))
     assert thirds.sum() == 500
 
 
@@ -333,6 +348,115 @@ def test_iid_uses_every_sample_in_near_equal_parts(clients):
     assert counts.min() > 0.8 * 6000 / clients  # random: every class everywhere
 
 
+# ---------------------------------------------------------------------------- PFLlib's two
+
+
+def counted(parts: Partition, train=FMNIST_TRAIN, test=FMNIST_TEST) -> np.ndarray:
+    """Samples of each class that each client holds, training and test together: [M, C]."""
+    source, _ = parts.sources(train, test)
+    return class_counts(source, parts.train, 10) + class_counts(source, parts.test, 10)
+
+
+@pytest.mark.parametrize("name", ["pfllib-pat", "pfllib-dir"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pfllib_merges_uses_everything_and_splits_three_to_one(name, seed):
+    parts = split(name, FMNIST_TRAIN, FMNIST_TEST, clients=20, seed=seed)
+    assert parts.merged
+    everything = np.concatenate(parts.train + parts.test)
+    assert np.array_equal(np.sort(everything), np.arange(70000))
+    for train, test in zip(parts.train, parts.test):
+        assert train.size == (train.size + test.size) * 3 // 4
+    assert any((test < 60000).any() and (test >= 60000).any() for test in parts.test)
+    assert any((train >= 60000).any() for train in parts.train)
+
+
+@given(
+    clients=st.integers(1, 30),
+    alpha=st.sampled_from([0.1, 0.5, 1.0, 100.0]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_pfllib_dir_never_loses_a_sample(clients, alpha, seed):
+    y_train, y_test = labels(10, 300), labels(10, 50)
+    parts = split("pfllib-dir", y_train, y_test, clients=clients, seed=seed, alpha=alpha)
+    everything = np.sort(np.concatenate(parts.train + parts.test))
+    assert np.array_equal(everything, np.arange(3500))
+    held = counted(parts, y_train, y_test)
+    assert held.sum(1).min() >= min(40, 3500 // (2 * clients))
+    largest = held.sum(1).argmax()  # below N / M before the class that made it larger
+    assert held[largest].sum() < 3500 / clients + held[largest].max() + 1
+
+
+def test_pfllib_pat_blocks_and_equal_shares():
+    held = counted(split("pfllib-pat", FMNIST_TRAIN, FMNIST_TEST, clients=20, seed=0))
+    assert [set(np.flatnonzero(row)) for row in held] == [
+        {2 * (i // 4), 2 * (i // 4) + 1} for i in range(20)
+    ]
+    assert (held[held > 0] == 1750).all()
+
+
+def test_pfllib_pat_gives_the_last_holder_the_rest():
+    """7 samples of each class for 3 holders: 2, 2 and 3."""
+    y = np.repeat(np.arange(10), 7)
+    held = counted(
+        split("pfllib-pat", y, y[:0], clients=3, seed=0, classes_per_client=10), y, y[:0]
+    )
+    assert held.tolist() == [[2] * 10, [2] * 10, [3] * 10]
+
+
+def test_pfllib_pat_unbalanced_shares_differ_and_lose_nothing():
+    held = counted(
+        split("pfllib-pat", FMNIST_TRAIN, FMNIST_TEST, clients=20, seed=0, balance=False)
+    )
+    assert held.sum() == 70000
+    for c in range(10):
+        *first, last = held[held[:, c] > 0, c]
+        assert min(first) >= 175
+        assert max(first) < 1750 < last
+        assert len(set(first)) > 1
+
+
+def test_pfllib_pat_may_leave_the_last_classes_to_nobody():
+    held = counted(split("pfllib-pat", FMNIST_TRAIN, FMNIST_TEST, clients=12, seed=0))
+    assert (held.sum(0) == 0).tolist() == [False] * 8 + [True] * 2
+    assert (held > 0).sum(1).tolist() == [2] * 12
+
+
+def test_pfllib_split_is_random_and_not_stratified():
+    parts = split("pfllib-pat", FMNIST_TRAIN, FMNIST_TEST, clients=20, seed=0)
+    source, _ = parts.sources(FMNIST_TRAIN, FMNIST_TEST)
+    first = [np.count_nonzero(source[test] == 0) for test in parts.test[:4]]
+    assert len(set(first)) > 1  # of 1750 in all
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("pfllib-pat", {"min_test": 3000}, "3000 test samples each need 60000, .* has 17500.*--min_test"),
+        ("pfllib-pat", {"clients": 5000, "classes_per_client": 3, "min_train": 10},
+         r"its rule does not give each of 5000 .* 10 training and 1 .* lower --clients"),
+        ("pfllib-pat", {"classes_per_client": 11}, "--classes_per_client is 11"),
+        ("pfllib-dir", {"clients": 500, "alpha": 0.01},
+         r"none of 1000 draws .* 1 test samples \(40 together\); .* raise --alpha \(now 0.01\)"),
+    ],
+)  # fmt: skip
+def test_pfllib_refusals(name, change, message):
+    arguments = {"clients": 20, "seed": 0} | change
+    with pytest.raises(ValueError, match=message):
+        split(name, FMNIST_TRAIN, FMNIST_TEST, **arguments)
+
+
+def test_pfllib_fraction_thins_the_training_part_only():
+    full, tenth = (
+        split("pfllib-dir", FMNIST_TRAIN, FMNIST_TEST, clients=20, seed=0, fraction=f)
+        for f in (1.0, 0.1)
+    )
+    assert tenth.merged
+    for i in range(20):
+        assert tenth.train[i].size == max(16, int(full.train[i].size / 10))
+        assert np.array_equal(tenth.test[i], full.test[i])
+
+
 # ---------------------------------------------------------------------------- fraction
 
 
@@ -343,8 +467,8 @@ def test_iid_uses_every_sample_in_near_equal_parts(clients):
 )
 def test_fraction_keeps_sixteen_where_there_are(n, fraction, kept):
     one = Partition((np.arange(n) * 3,), (np.arange(5),))
-    request = partition._Request(FMNIST_TRAIN, FMNIST_TEST, 1, 0, 0.1, 2, "block", 0, 0)
-    thinned = partition._thin(one, request, fraction)
+    request = dealing.Request(FMNIST_TRAIN, FMNIST_TEST, 1, 0, min_train=0, min_test=0)
+    thinned = dealing.thin(one, request, fraction)
     assert thinned.train[0].size == kept
     assert np.unique(thinned.train[0]).size == kept
     assert set(thinned.train[0]) <= set(one.train[0])
@@ -431,6 +555,7 @@ def test_hash_depends_on_indices_order_and_borders():
         of([1, 2], [3], []),
         of([1, 2], [3], test=((1,),)),
         of([1, 2], test=((3,), (0,))),
+        Partition((np.array([1, 2]), np.array([3])), (np.array([0]),), merged=True).hash(),
     ]
     assert len(set(hashes)) == len(hashes)
     assert hashes[0] == of([1, 2], [3])
@@ -448,15 +573,11 @@ def test_class_counts():
         class_counts(y, parts, 2)
 
 
-def test_partition_needs_numpy_only():
-    tree = ast.parse(inspect.getsource(partition))
+@pytest.mark.parametrize("module", [partition, dealing, pfllib])
+def test_partition_needs_numpy_only(module):
+    tree = ast.parse(inspect.getsource(module))
     found = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     found |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert found == {
-        "hashlib",
-        "math",
-        "collections.abc",
-        "dataclasses",
-        "enum",
-        "numpy",
-    }
+    ours = {"fedapa_mpi.data", "fedapa_mpi.data.dealing"}
+    plain = {"hashlib", "math", "collections.abc", "dataclasses", "enum", "numpy"}
+    assert found <= ours | plain

@@ -21,6 +21,7 @@ from fedapa_mpi.store.results import (
     accuracy_metrics,
     comparable,
     fingerprint,
+    score_arrays,
 )
 
 M, C = 3, 2
@@ -197,6 +198,21 @@ def test_cut_limits(tmp_path):
     results.cut(0)
     assert results.rows()["A"].shape == (0, M, M)
     assert fill(results, [1]).rows()["round"].tolist() == [1]
+
+
+def test_what_is_measured_at_the_end_is_dropped_when_the_run_goes_on(tmp_path):
+    results = fill(create(tmp_path), (1, 2))
+    scores = np.array([[3, 4, 1.0], [1, 4, 6.0], [np.nan] * 3])
+    results.put(score_arrays("final/recv", scores))
+    results.flush()
+    with h5py.File(results.path) as h5:
+        assert h5["final/recv/macro"][()] == 0.5
+        np.testing.assert_array_equal(h5["final/recv/client"], [0.75, 0.25, np.nan])
+        np.testing.assert_array_equal(h5["final/recv/test_loss"], [0.25, 1.5, np.nan])
+    assert "final/recv/client" not in results.rows()
+    Results.open(results.path).cut(2)
+    with h5py.File(results.path) as h5:
+        assert "final" not in h5
 
 
 def test_rounds_without_gap(tmp_path):

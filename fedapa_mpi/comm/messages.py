@@ -284,6 +284,7 @@ class Order:
     points      of ("recv", "post"): where to evaluate the sampled clients
     held        other clients whose held model is evaluated after training
     delivered   other clients that are evaluated on an uncounted delivery
+    newcomers   clients outside the federation that get one delivery and one training
     sequential  one client after the other, in the order drawn, instead of all at once
 
     Raises ValueError when the fields contradict each other.
@@ -296,11 +297,12 @@ class Order:
     points: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     delivered: tuple[int, ...] = ()
+    newcomers: tuple[int, ...] = ()
     sequential: bool = False
 
     def __post_init__(self) -> None:
         self._check(_is_int(self.round) and self.round >= 0, "round", "an integer >= 0")
-        for name in ("clients", "dropped", "held", "delivered"):
+        for name in ("clients", "dropped", "held", "delivered", "newcomers"):
             self._check(_are_ids(getattr(self, name)), name, "distinct client ids >= 0")
         sampled = set(self.clients)
         self._check(sampled.issuperset(self.dropped), "dropped", "some of the sampled clients")
@@ -330,6 +332,7 @@ class Order:
             "points": list(self.points),
             "held": list(self.held),
             "delivered": list(self.delivered),
+            "newcomers": list(self.newcomers),
             "sequential": self.sequential,
         }
 
@@ -340,7 +343,7 @@ class Order:
         if note.keys() != names:
             raise ValueError(f"order has the fields {sorted(note)}, expected {sorted(names)}")
         values = dict(note, action=Action(note["action"]))
-        for name in ("clients", "dropped", "points", "held", "delivered"):
+        for name in ("clients", "dropped", "points", "held", "delivered", "newcomers"):
             if not isinstance(note[name], list):
                 raise ValueError(f"order's {name} is {note[name]!r}, expected a list")
             values[name] = tuple(note[name])

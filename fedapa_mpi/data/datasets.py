@@ -1,34 +1,29 @@
 """Data sets as arrays in memory. Everything here runs on rank 0 only; clients get shards.
 
-A data set is one entry in `_LOADERS`; sets that live in files also describe those in a `Source`.
+A data set is one entry in `_LOADERS`; sets that live in files also have a `Source` (sources.py).
 scikit-learn and torchvision take seconds to import, so they are imported where they are needed.
 """
 
 import gzip
-import logging
 import math
-import os
-import socket
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-log = logging.getLogger(__name__)
-
-CACHE = Path(
-    "~/.cache/fedapa-mpi"
-)  # downloads go here when neither --data_dir nor FEDAPA_DATA is set
-DOWNLOAD_TIMEOUT = 20.0  # seconds of silence; compute nodes often drop packets instead of refusing
+from fedapa_mpi.data.sources import CIFAR10, CIFAR100, FASHION_MNIST, MNIST, Source, check, locate
 
 # Run defaults that differ from the general ones, by data set.
 DEFAULTS: dict[str, dict[str, object]] = {
     "digits": {"model": "mlp", "rounds": 60, "batch_size": 16, "lr": 0.05},
     "fmnist": {"model": "lenet5"},
+    "mnist": {"model": "lenet5"},
+    "cifar10": {"model": "lenet5"},
+    "cifar100": {"model": "lenet5", "classes_per_client": 10},
 }
 
 
@@ -50,40 +45,6 @@ class Dataset:
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample, e.g. (1, 28, 28)."""
         return self.x_train.shape[1:]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the files of a data set may lie and where to get them."""
-
-    title: str
-    files: tuple[str, ...]  # plain, or with .gz
-    folder: str  # where torchvision puts them below its root
-    torchvision_class: str
-    system: Path | None = None  # the distribution's own copy
-    package: str = ""  # what a user installs to have it
-
-    def download(self, root: Path) -> None:
-        """Fetch the files into root / folder. Raises OSError or RuntimeError if that fails."""
-        import torchvision.datasets
-
-        with _socket_timeout(DOWNLOAD_TIMEOUT):
-            getattr(torchvision.datasets, self.torchvision_class)(str(root), download=True)
-
-
-FASHION_MNIST = Source(
-    title="Fashion-MNIST",
-    files=(
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    ),
-    folder="FashionMNIST/raw",
-    torchvision_class="FashionMNIST",
-    system=Path("/usr/share/datasets/fashion-mnist"),
-    package="Debian package dataset-fashion-mnist",
-)
 
 
 def names() -> tuple[str, ...]:
@@ -125,87 +86,59 @@ def _fmnist(data_dir: str | None) -> Dataset:
     return _idx_dataset("fmnist", FASHION_MNIST, data_dir)
 
 
-_LOADERS: dict[str, Callable[[str | None], Dataset]] = {"digits": _digits, "fmnist": _fmnist}
+def _mnist(data_dir: str | None) -> Dataset:
+    """MNIST: 60000 + 10000 images of 28x28 pixels (LeCun et al., Proc. IEEE 86, 1998)."""
+    return _idx_dataset("mnist", MNIST, data_dir)
 
 
-# ---------------------------------------------------------------------------- finding the files
+def _cifar10(data_dir: str | None) -> Dataset:
+    """CIFAR-10: 50000 + 10000 colour images of 32x32 pixels (Krizhevsky 2009)."""
+    return _cifar_dataset("cifar10", CIFAR10, 10, data_dir)
 
 
-def locate(source: Source, data_dir: str | None = None) -> list[Path]:
-    """The paths of source.files, in that order; downloads them when no copy is found.
+def _cifar100(data_dir: str | None) -> Dataset:
+    """CIFAR-100: the same in 100 (fine) classes."""
+    return _cifar_dataset("cifar100", CIFAR100, 100, data_dir)
 
-    Raises FileNotFoundError that names every place searched and how to get the files.
-    """
-    places = _places(source, data_dir)
-    for place in places:
-        if found := _files_in(place, source):
-            if data_dir and place != places[0]:
-                log.warning("%s is not in --data_dir %s: using %s", source.title, data_dir, place)
-            return found
-    root = _download_root(data_dir)
+
+_LOADERS: dict[str, Callable[[str | None], Dataset]] = {
+    "digits": _digits,
+    "fmnist": _fmnist,
+    "mnist": _mnist,
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+}
+
+
+# ---------------------------------------------------------------------------- CIFAR
+
+
+def _cifar_dataset(name: str, source: Source, classes: int, data_dir: str | None) -> Dataset:
+    """A set in torchvision's pickled batches; torchvision reads them and compares checksums."""
+    import torchvision.datasets
+
+    folder = locate(source, data_dir)[0].parent
+    reader = getattr(torchvision.datasets, source.torchvision_class)
+    here = type(source.torchvision_class, (reader,), {"base_folder": ""})  # wherever they lie
     try:
-        source.download(root)
-    except (OSError, RuntimeError, ImportError) as error:
-        raise FileNotFoundError(_not_found(source, places, root, error)) from error
-    if found := _files_in(root, source):
-        return found
-    raise FileNotFoundError(_not_found(source, places, root, "the files are not there afterwards"))
-
-
-def _places(source: Source, data_dir: str | None) -> list[Path]:
-    """The folders to search, in order."""
-    given = [data_dir, os.environ.get("FEDAPA_DATA"), source.system, CACHE]
-    return [_expanded(place) for place in given if place]
-
-
-def _download_root(data_dir: str | None) -> Path:
-    """The first folder that the user named, else the cache."""
-    return _expanded(data_dir or os.environ.get("FEDAPA_DATA") or CACHE)
-
-
-def _expanded(place: str | Path) -> Path:
-    """With ~ replaced; unlike Path.expanduser it survives a container user without a home."""
-    return Path(os.path.expanduser(place))
-
-
-def _files_in(place: Path, source: Source) -> list[Path] | None:
-    """All files of the set, directly in `place` or in torchvision's layout; None if some lack."""
-    for folder in (place, place / source.folder):
-        found = [_plain_or_gz(folder / file) for file in source.files]
-        if complete := [path for path in found if path]:
-            missing = [file for file, path in zip(source.files, found) if not path]
-            if not missing:
-                return complete
-            log.warning("%s: %s is incomplete: no %s", source.title, folder, ", ".join(missing))
-    return None
-
-
-def _plain_or_gz(path: Path) -> Path | None:
-    # os.path.isfile, because Path.is_file raises in a folder that this user may not enter.
-    packed = path.with_name(path.name + ".gz")
-    return next((candidate for candidate in (path, packed) if os.path.isfile(candidate)), None)
-
-
-def _not_found(source: Source, places: list[Path], root: Path, reason: object) -> str:
-    searched = ", ".join(f"{place} and {place / source.folder}" for place in places)
-    reason = " ".join(str(reason).split())  # torchvision's message has several lines
-    package = f"install the {source.package}, or " if source.package else ""
-    return (
-        f"{source.title}: no copy found in {searched}; the download into {root} failed "
-        f"({reason}). To get it: {package}copy {', '.join(source.files)} (plain or "
-        ".gz) into a folder and name that with --data_dir or FEDAPA_DATA"
+        train, test = here(str(folder), train=True), here(str(folder), train=False)
+    except RuntimeError:
+        for file, md5 in [*reader.train_list, *reader.test_list, _meta(reader)]:
+            check(source, folder / file, (folder / file).read_bytes(), md5)
+        raise
+    return Dataset(
+        name, *_arrays(train), *_arrays(test), classes, scale=255.0, mean=(0.5,), std=(0.5,)
     )
 
 
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    """torchvision sets no timeout: without one a silent network would stop the run for minutes."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+def _meta(reader: Any) -> tuple[str, str]:
+    return reader.meta["filename"], reader.meta["md5"]
+
+
+def _arrays(images: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Images as uint8 [N, 3, 32, 32], which torchvision gives with colours last, and labels."""
+    x = np.ascontiguousarray(images.data.transpose(0, 3, 1, 2))
+    return x, np.array(images.targets, np.int64)
 
 
 # ---------------------------------------------------------------------------- reading IDX files
@@ -214,6 +147,8 @@ def _socket_timeout(seconds: float) -> Iterator[None]:
 def _idx_dataset(name: str, source: Source, data_dir: str | None) -> Dataset:
     """A set of 10 classes of grey images in four IDX files (MNIST's format)."""
     paths = locate(source, data_dir)
+    for path, md5 in zip(paths, source.md5):
+        check(source, path, _content(path), md5)
     x_train, y_train = _idx_pair(paths[0], paths[1])
     x_test, y_test = _idx_pair(paths[2], paths[3])
     if x_train.shape[1:] != x_test.shape[1:]:
@@ -247,10 +182,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
     Raises ValueError, naming the file, if it is anything else.
     """
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is a damaged gzip file ({error}): get it again") from error
+    content = _content(path)
     magic, header = bytes([0, 0, 8, dimensions]), 4 + 4 * dimensions
     if content[:4] != magic or len(content) < header:
         raise ValueError(
@@ -264,3 +196,12 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
             f"(shape {shape}): it is truncated or damaged, get it again"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds, unpacked. Raises ValueError if it cannot be unpacked."""
+    content = path.read_bytes()
+    try:
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is a damaged gzip file ({error}): get it again") from error

@@ -43,7 +43,7 @@ def prepare(run: RunConfig) -> Federation:
         run.partition,
         data.y_train,
         data.y_test,
-        clients=run.clients,
+        clients=run.clients + run.holdout_clients,
         seed=run.seed,
         alpha=run.alpha,
         classes_per_client=run.classes_per_client,

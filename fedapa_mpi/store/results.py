@@ -6,8 +6,10 @@ A public interface, R rounds by M clients by C classes:
     /accuracy/{recv,post}/{micro,macro,std,worst10,worst} [R]     over all clients with test data
     /accuracy/{recv,post}/sampled/{micro,macro} [R]               over the sampled of them
     /accuracy/{recv,post}/client /test_loss/{recv,post}/client [R, M]      NaN: not evaluated
+    /accuracy/{recv,post}/NAME/...            the same for a strategy's further ways of answering
     /seconds/{compute,wait,transfer,server,evaluation,checkpoint} [R, ranks]
     /A [R', M, M] of the rounds in /A_round [R']                  where the strategy has one
+    /final/recv/...  /final/holdout/{recv,post}/...         measured once, after the last round
     /labels [M, C]   /test_samples [M]   attributes: format, status, fingerprint, config, ...
 
 NaN in /loss: did not train a step. -1 in /trained_by: nobody trained it (device -1: a CPU).
@@ -18,7 +20,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ class RoundRecord:
     recv: np.ndarray | None = None  # [M, 3] float64
     post: np.ndarray | None = None  # [M, 3] float64
     A: np.ndarray | None = None  # [M, M]
+    # further ways of answering, by name: {"head": {"recv": [M, 3], "post": [M, 3]}}
+    also: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
 def accuracy_metrics(scores: np.ndarray, sampled: np.ndarray) -> dict[str, float]:
@@ -94,6 +98,7 @@ class Results:
         self._stored = round  # the last round in the file
         self._waiting: list[Rows] = []
         self._attributes: dict[str, Any] = {}
+        self._arrays: Rows = {}
 
     @classmethod
     def create(
@@ -146,24 +151,31 @@ class Results:
         """Change attributes of the file, such as status and fingerprint, at the next flush."""
         self._attributes.update(attributes)
 
+    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write datasets that do not grow, such as those of the last round, at the next flush."""
+        self._arrays.update(arrays)
+
     def flush(self) -> None:
         """Bring rows and attributes to the disk, by a longer copy that takes the file's place.
 
         Does nothing if nothing is new. Raises OSError (a full disk) with the file as it was and
         the rows still waiting.
         """
-        if not self._waiting and not self._attributes:
+        if not (self._waiting or self._attributes or self._arrays):
             return
         with self._changing() as (h5, file):
             h5.attrs.update(_plain(self._attributes))
             for name, rows in _stack(self._waiting).items():
                 _extend(h5, name, rows)
                 file.check()
+            for name, array in self._arrays.items():
+                h5.pop(name, None)
+                h5[name] = array
         self._stored += len(self._waiting)
-        self._waiting, self._attributes = [], {}
+        self._waiting, self._attributes, self._arrays = [], {}, {}
 
     def cut(self, round: int) -> None:
-        """Drop all rows after `round`, and those not flushed, for a run that goes on from there.
+        """Drop all after `round`, and rows not flushed, for a run that goes on from there.
 
         Raises ValueError if the file ends before `round`.
         """
@@ -174,9 +186,11 @@ class Results:
                 "or use another --out"
             )
         self._waiting = []
-        if round == self._stored:
-            return
+        with h5py.File(self.path, "r", locking=False) as h5:
+            if round == self._stored and "final" not in h5:
+                return
         with self._changing() as (h5, _):
+            h5.pop("final", None)  # measured again at the new end
             rounds = {
                 name: h5["A_round" if name[0] == "A" else "round"][:] for name in _growing(h5)
             }
@@ -241,6 +255,9 @@ def _row(record: RoundRecord) -> Rows:
     row |= _scores("recv", record.recv, record.sampled) | _scores(
         "post", record.post, record.sampled
     )
+    for way, scores in record.also.items():
+        for point in ("recv", "post"):
+            row |= _scores(f"{point}/{way}", scores[point], record.sampled)
     if record.A is not None:
         row |= {"A": np.asarray(record.A, np.float32), "A_round": row["round"]}
     return row
@@ -256,6 +273,15 @@ def _scores(point: str, scores: np.ndarray | None, sampled: np.ndarray) -> Rows:
         f"accuracy/{point}/client": scores[:, 0] / samples,
         f"test_loss/{point}/client": scores[:, 2] / samples,
     }
+
+
+def score_arrays(prefix: str, scores: np.ndarray) -> Rows:
+    """Return the metrics of ``scores`` [M, 3] and each client's accuracy, as named arrays."""
+    metrics = accuracy_metrics(scores, np.zeros(len(scores), np.bool_))
+    samples = np.where(scores[:, 1] > 0, scores[:, 1], np.nan)
+    named = {name: np.asarray(value) for name, value in metrics.items() if "/" not in name}
+    named |= {"client": scores[:, 0] / samples, "test_loss": scores[:, 2] / samples}
+    return {f"{prefix}/{name}": value for name, value in named.items()}
 
 
 def _stack(rows: list[Rows]) -> Rows:
@@ -284,7 +310,7 @@ def _growing(h5: h5py.File) -> list[str]:
     names: list[str] = []
 
     def visit(name: str, item: h5py.HLObject) -> None:
-        if isinstance(item, h5py.Dataset) and item.maxshape[0] is None:
+        if isinstance(item, h5py.Dataset) and item.maxshape[:1] == (None,):
             names.append(name)
 
     h5.visititems(visit)
@@ -306,8 +332,11 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def comparable(rows: Rows) -> Rows:
     """Return the part of `Results.rows` that depends neither on layout nor on time."""
     names = ("round", "sampled", "answered", "loss", "bytes/", "test_loss/")
-    accuracy = ("accuracy/recv/client", "accuracy/post/client")
-    return {name: rows[name] for name in rows if name.startswith(names) or name in accuracy}
+    return {
+        name: rows[name]
+        for name in rows
+        if name.startswith(names) or (name.startswith("accuracy/") and name.endswith("/client"))
+    }
 
 
 class Fingerprint:

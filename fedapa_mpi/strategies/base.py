@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Setup:
     drop_last: str  # "auto", "true" or "false"
     client_opt: str  # "persist" or "reset"
     horizon: int  # T of the first start: what schedules that depend on T use
+    participation: float  # expected share of the clients that a round samples, E[K] / M
     architecture: Callable[[], SplitModel]
     device: torch.device
     client: int = streams.SERVER
@@ -93,6 +94,13 @@ class Server(Stateful):
         for i in uploads:
             self.joined[i] = True
 
+    def newcomer(self) -> Message | None:
+        """What a client outside the federation gets at the end of a run, to start from.
+
+        None: this method has nothing for such a client ("not available").
+        """
+        return None
+
     def weights(self) -> Tensor | None:
         """The matrix [M, M] that results record as ``/A``; None if there is no such thing."""
         return None
@@ -103,7 +111,13 @@ class Server(Stateful):
 
 
 class Client(Stateful):
-    """A client's side; these defaults train the client's own model and share nothing."""
+    """A client's side; these defaults train the client's own model and share nothing.
+
+    ALSO names further ways of answering: for each there is a method ``predict_NAME``, and the
+    results hold its accuracy beside that of ``predict``.
+    """
+
+    ALSO: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

@@ -14,6 +14,8 @@ optimizer. Only the extractor travels.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: the extractor, with
 ``share=model`` the whole model), and 4 bytes each way per element of floating-point buffers.
 
+Held-out clients get the uniform mean of the extractors of all clients that have joined.
+
 Where the paper, its algorithm and the authors' code differ:
 
 * Sign. Eq. 7 as printed subtracts eta * g, which raises the very distance that the text sets out
@@ -143,6 +145,13 @@ class Server(base.Server):
             self.theta[i] = upload["theta"]
             if "theta_buffers" in upload:
                 self.theta_buffers[i] = upload["theta_buffers"]
+
+    def newcomer(self) -> Message:
+        """The uniform mean of the extractors of all clients that have joined."""
+        part = self.joined if self.joined.any() else ~self.joined
+        buffers = self.theta_buffers[part].mean(dim=0)
+        message = {"theta": self.theta[part].mean(dim=0)}
+        return message | ({"theta_buffers": buffers} if buffers.numel() else {})
 
     def weights(self) -> Tensor:
         """A [M, M]."""

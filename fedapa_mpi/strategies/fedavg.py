@@ -10,6 +10,7 @@ w = sum_i (n_i / sum n) w_i over those who answered, unchanged if nobody did. Fl
 buffers (BatchNorm statistics) are averaged alike, integer counters stay with the client.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all parameters), and
 4 bytes each way for each element of the floating-point buffers.
+Held-out clients start from w.
 Evaluation: ``recv`` is the global model, ``post`` the model after local training. Public codes
 compare FedAvg's ``recv`` with other methods' ``post``; both are reported here.
 """
@@ -40,11 +41,13 @@ class Server(base.Server):
 
     def download(self, ids: Sequence[int], t: int) -> Iterator[tuple[int, Message]]:
         """The same w for everyone."""
-        message = {"w": self.w}
-        if self.w_buffers.numel():
-            message["w_buffers"] = self.w_buffers
         for i in ids:
-            yield i, message
+            yield i, self.newcomer()
+
+    def newcomer(self) -> Message:
+        """w, as everyone gets it."""
+        buffers = {"w_buffers": self.w_buffers} if self.w_buffers.numel() else {}
+        return {"w": self.w} | buffers
 
     def aggregate(
         self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int

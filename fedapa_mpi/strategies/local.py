@@ -3,6 +3,7 @@
 State: the server keeps none; a client its model and its optimizer.
 Round: a sampled client trains E epochs on cross entropy. ``--join_low 1`` lets every client
 train in every round; the default trains as often as the other strategies do.
+Held-out clients start from the common initial model.
 Traffic per sampled client and round: 0 bytes down, 0 up.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedapa_mpi.strategies import base
+from fedapa_mpi.strategies.base import Message
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,10 @@ class Config:
 
 class Server(base.Server):
     """Sends empty messages: they only say whose turn it is."""
+
+    def newcomer(self) -> Message:
+        """Nothing: the newcomer trains its initial model."""
+        return {}
 
 
 class Client(base.Client):
