@@ -111,6 +111,31 @@ class Console:
             )
 
 
+class BriefConsole(Console):
+    """One line per run, for a sweep."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__(alone)
+        self._bar = None
+
+    def placement(self, rows: Iterable[tuple[str, str, str, str]]) -> None:
+        """Not shown: it is the same for all runs."""
+
+    def round(self, record: RoundRecord, rounds: int, seconds: float) -> None:
+        """Kept for the end."""
+        self._score = _score_text(record)
+
+    def end(self, conductor: Conductor) -> None:
+        """The last round's accuracy and the fingerprint."""
+        wall = time.monotonic() - self._started
+        how = (
+            f"{self._score}  fingerprint {conductor.fingerprint[:12]}"
+            if conductor.finished
+            else f"interrupted by {conductor.flag.reason} after round {conductor.done}"
+        )
+        self.say(f"{conductor.folder.path}  {how}  {wall:.1f} s")
+
+
 def _score_text(record: RoundRecord) -> str:
     parts = []
     for point in ("recv", "post"):

@@ -57,12 +57,15 @@ class Guard:
             sys.stderr.flush()
         sys.stdout.flush()
         try:
-            self.tell(str(error) if isinstance(error, RankFailedError) else self._line(error))
+            self.tell(self.line(error))
         finally:
             self._world.abort(1)
             os._exit(1)  # in case an abort returns
 
-    def _line(self, error: BaseException) -> str:
+    def line(self, error: BaseException) -> str:
+        """What happened and where, on one line."""
+        if isinstance(error, RankFailedError):
+            return str(error)  # the rank that failed has said where
         return f"{self.place}: {type(error).__name__}: {error}"
 
 

@@ -8,13 +8,14 @@ import torch
 
 from fedapa_mpi import parties, rounds
 from fedapa_mpi.clock import Clock
-from fedapa_mpi.comm.messages import Envelope, Kind
+from fedapa_mpi.comm.messages import Action, Envelope, Kind
 from fedapa_mpi.comm.transport import SERVER, Transport
 from fedapa_mpi.comm.world import World, visible_devices
 from fedapa_mpi.config import Experiment
 from fedapa_mpi.crew import Crew
 from fedapa_mpi.data.federation import Shard
-from fedapa_mpi.failing import PATIENCE, Guard
+from fedapa_mpi.failing import PATIENCE, Guard, Place
+from fedapa_mpi.log import log
 from fedapa_mpi.parties import Shape
 from fedapa_mpi.stopping import Abandoned, StopFlag
 from fedapa_mpi.strategies.base import Client
@@ -30,15 +31,33 @@ def follow(world: World, flag: StopFlag, guard: Guard) -> None:
     transport.post(Envelope(Kind.ENLIST, note=note), SERVER)
     begin = transport.take(Kind.BEGIN, SERVER).note
     if not begin.get("refused"):
-        experiment, device = Experiment.from_flat(begin["config"]), torch.device(begin["device"])
-        torch.set_num_threads(experiment.run.threads)
-        transport.pinned = device.type == "cuda"
-        clients = _clients(experiment, device, begin, transport)
-        run = experiment.run
-        crew = Crew(clients, run.clients, run.seed, device, clock, guard.place)
-        _join(crew, begin["resumed_from"], transport)
-        rounds.work(crew, transport, clock)
+        try:
+            _run(begin, transport, clock, guard.place)
+        except Exception as error:
+            if not begin["sweep"]:
+                raise
+            _sit_out(error, transport, guard)
     transport.close()
+
+
+def _run(begin: dict[str, Any], transport: Transport, clock: Clock, place: Place) -> None:
+    """One run, from the configuration to rank 0's word to stop."""
+    experiment, device = Experiment.from_flat(begin["config"]), torch.device(begin["device"])
+    torch.set_num_threads(experiment.run.threads)
+    transport.pinned = device.type == "cuda"
+    clients = _clients(experiment, device, begin, transport)
+    run = experiment.run
+    crew = Crew(clients, run.clients, run.seed, device, clock, place)
+    _join(crew, begin["resumed_from"], transport)
+    rounds.work(crew, transport, clock)
+
+
+def _sit_out(error: Exception, transport: Transport, guard: Guard) -> None:
+    """Tells rank 0 that this rank failed, and waits for the end of the run, maybe for the next."""
+    log.error("error on %s", guard.place, exc_info=error)
+    transport.post(Envelope(Kind.FAILED, note={"text": guard.line(error)}), SERVER)
+    while transport.await_order().action is not Action.STOP:
+        pass
 
 
 def _clients(

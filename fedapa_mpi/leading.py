@@ -10,13 +10,13 @@ import torch
 from fedapa_mpi import parties, plan, rounds
 from fedapa_mpi.clock import Clock
 from fedapa_mpi.comm import placement
-from fedapa_mpi.comm.messages import Envelope, Kind, copied
+from fedapa_mpi.comm.messages import Action, Envelope, Kind, Order, copied
 from fedapa_mpi.comm.placement import Enlisted, Seat
 from fedapa_mpi.comm.traffic import Traffic
 from fedapa_mpi.comm.transport import Transport
 from fedapa_mpi.comm.world import World, visible_devices
 from fedapa_mpi.conductor import Conductor
-from fedapa_mpi.console import Console
+from fedapa_mpi.console import BriefConsole, Console
 from fedapa_mpi.crew import Crew
 from fedapa_mpi.data.prepare import Federation, prepare
 from fedapa_mpi.failing import Guard, refuse
@@ -28,8 +28,28 @@ from fedapa_mpi.store.checkpoint import Checkpoint
 from fedapa_mpi.strategies.base import Server
 
 
-def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Guard) -> int:
-    """Runs the server, and the clients too if this is the only rank; returns the exit status."""
+class RunFailedError(Exception):
+    """A run of a sweep failed; the message says where and why."""
+
+
+def lead(
+    settled: Start,
+    world: World,
+    flag: StopFlag,
+    guard: Guard,
+    *,
+    dry_run: bool = False,
+    sweep: bool = False,
+) -> int:
+    """Runs the server, and the clients too if this is the only rank; returns the exit status.
+
+    Args:
+        dry_run: only say what would run where.
+        sweep: print little, and end only this run when it fails.
+
+    Raises:
+        RunFailedError: in a sweep; the other ranks are ready for the next run.
+    """
     run = settled.experiment.run
     torch.set_num_threads(run.threads)
     clock, traffic = Clock(), Traffic(run.clients)
@@ -40,7 +60,7 @@ def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Gua
             shape = _shape(settled, federation, stored)
             server = parties.make_server(settled.experiment, shape)
             seats = _seats(settled, federation, world, transport)
-            console = Console(alone=world.size == 1)
+            console = (BriefConsole if sweep else Console)(alone=world.size == 1)
             if dry_run:
                 plan.show(console, settled.experiment, shape, federation, server, seats)
                 _dismiss(transport)
@@ -67,12 +87,35 @@ def lead(settled: Start, dry_run: bool, world: World, flag: StopFlag, guard: Gua
             return status
         guard.tell = conductor.fail
         _introduce(console, server, seats, federation)
-        if transport is None:
-            _alone(settled, shape, federation, seats[0], server, conductor, stored, guard)
-        else:
-            _with_others(settled, shape, federation, seats, server, conductor, stored, transport)
-    conductor.close()
+        try:
+            if transport is None:
+                _alone(settled, shape, federation, seats[0], server, conductor, stored, guard)
+            else:
+                _with_others(
+                    settled, shape, federation, seats, server, conductor, stored, transport, sweep
+                )
+            conductor.close()
+        except Exception as error:
+            if not sweep:
+                raise
+            raise _failed(error, conductor, transport, guard) from error
+        finally:
+            settled.folder.unlock()
     return 0
+
+
+def _failed(
+    error: Exception, conductor: Conductor, transport: Transport | None, guard: Guard
+) -> RunFailedError:
+    """Ends one run of a sweep on all ranks."""
+    reason = guard.line(error)
+    conductor.fail(reason)
+    if transport is not None:
+        transport.forgiving, transport.watch = True, lambda: None
+        transport.announce(Order(Action.ABANDON, conductor.done))
+        transport.announce(Order(Action.STOP, conductor.done))
+        transport.close()
+    return RunFailedError(reason)
 
 
 def _shape(settled: Start, federation: Federation, stored: Checkpoint | None) -> Shape:
@@ -164,6 +207,7 @@ def _with_others(
     conductor: Conductor,
     stored: Checkpoint | None,
     transport: Transport,
+    sweep: bool,
 ) -> None:
     """Several processes: hands the clients their data and state, then leads the rounds."""
 
@@ -186,6 +230,7 @@ def _with_others(
             "clients": list(seat.clients),
             "device": seat.device,
             "resumed_from": None if stored is None else stored.round,
+            "sweep": sweep,
         }
         transport.post(Envelope(Kind.BEGIN, note=note), seat.rank)
     for i, shard in enumerate(federation.shards):

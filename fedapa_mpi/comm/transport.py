@@ -52,6 +52,7 @@ class Transport:
         self.pinned = False
         self._mpi, self._comm, self._traffic, self._clock = MPI, comm, traffic, clock
         self.in_round = False  # whether what goes on now may be given up
+        self.forgiving = False  # whether another rank's failure no longer matters
         self.silence: float | None = None  # seconds without a message after which a wait fails
         # counted in blocks, a message above 2 GiB stays below the 2^31 - 1 elements that
         # Open MPI accepts
@@ -170,8 +171,9 @@ class Transport:
     def close(self) -> None:
         """Ends the run's messages: receives what is still under way and waits for what leaves.
 
-        An interrupted round leaves messages that nobody waits for, and MPI could not finalize.
-        Both sides say how many messages they sent, and take that many.
+        A round that was given up leaves messages that nobody waits for, and MPI could not
+        finalize. Both sides say how many messages they sent, and take that many and no more: the
+        next one would belong to the next run.
         """
         peers = range(1, self.size) if self.rank == SERVER else (SERVER,)
         for rank in peers:
@@ -179,10 +181,14 @@ class Transport:
             self.post(Envelope(Kind.FAREWELL, note=note), rank)
         due: dict[int, int | None] = dict.fromkeys(peers)
         wait = Wait()
-        while self._leaving or any(due[rank] != self._received[rank] for rank in peers):
-            envelope = self._next(self._mpi.ANY_TAG, peers)
-            if envelope is not None and envelope[1].kind is Kind.FAREWELL:
-                due[envelope[0]] = envelope[1].note["sent"]
+        while owing := [rank for rank in peers if due[rank] != self._received[rank]]:
+            for rank in owing:
+                came = self._next(self._mpi.ANY_TAG, [rank])
+                if came is not None and came[1].kind is Kind.FAREWELL:
+                    due[rank] = came[1].note["sent"]
+            self._progress()
+            wait.pause()
+        while self._leaving:
             self._progress()
             wait.pause()
         self._block.Free()
@@ -236,7 +242,7 @@ class Transport:
             envelope = unpack(buffer)
         self._received[status.source] += 1
         self._count(envelope)
-        if envelope.kind is Kind.FAILED:
+        if envelope.kind is Kind.FAILED and not self.forgiving:
             raise RankFailedError(envelope.note["text"])
         return status.source, envelope
 
