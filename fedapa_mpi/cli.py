@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from fedapa_mpi import __version__, strategies
-from fedapa_mpi.config import Experiment, RunConfig, experiment, meaningless
+from fedapa_mpi.config import Experiment, RunConfig, experiment, field_names, meaningless
 
 DEFAULT_STRATEGY = "fedapa"
 _COMMANDS = ("config", "print_config", "resume", "dry_run", "version")
@@ -94,6 +94,43 @@ def resolve(request: Request, stored: Mapping[str, Any] | None = None) -> Experi
     if complaints:
         raise ValueError("; ".join(complaints))
     return asked
+
+
+def split_flags(argv: Sequence[str], own: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """A command's own flags and those of a run, by name, from words ``--name value`` or with =.
+
+    Raises:
+        ValueError: a word that is no flag, or a flag without a value.
+    """
+    found: dict[str, str] = {}
+    words = [_underscores(word) for word in argv]
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise ValueError(f"{name!r} is not a flag: expected --NAME VALUE")
+        if not equals and (not words or words[0].startswith("--")):
+            raise ValueError(f"{name} needs a value")
+        found[name[2:]] = value if equals else words.pop(0)
+    return {n: v for n, v in found.items() if n in own}, {
+        n: v for n, v in found.items() if n not in own
+    }
+
+
+def useless(strategy: str, argv: Sequence[str], shared: Mapping[str, str]) -> set[str]:
+    """Those of the ``shared`` flags of a run that have no effect beside the flags in ``argv``.
+
+    Raises:
+        ValueError: one of the shared flags is none that all strategies have.
+    """
+    unknown = sorted(set(shared) - set(field_names(RunConfig)))
+    if unknown:
+        raise ValueError(
+            f"--{unknown[0]} is no flag that all strategies share; a strategy's own flags go "
+            f"behind its name, as in {strategy}:{unknown[0]}={shared[unknown[0]]}"
+        )
+    given = {**_parsed(strategy, shared), **_parsed(strategy, argv)}
+    complaints = meaningless(experiment(strategy, given), shared)
+    return {complaint.partition(" ")[0] for complaint in complaints}
 
 
 def parser(strategy: str) -> ArgumentParser:

@@ -1,0 +1,1 @@
+"""Tables over finished runs: mean and standard deviation over seeds."""

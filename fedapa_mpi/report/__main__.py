@@ -1,0 +1,112 @@
+"""``python -m fedapa_mpi.report RUN... [--format terminal|markdown|latex|csv]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedapa_mpi.report import collect, formats
+from fedapa_mpi.report.collect import METRICS, POINTS, WHICH, Summary
+from fedapa_mpi.report.formats import Table, number
+
+TITLES = {"micro": "micro", "macro": "macro", "worst10": "worst 10 %"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; returns the exit status, 2 if there is nothing to report."""
+    parser = argparse.ArgumentParser("python -m fedapa_mpi.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or of sweeps")
+    parser.add_argument(
+        "--format", choices=("terminal", "markdown", "latex", "csv"), default="terminal"
+    )
+    asked = parser.parse_args(argv)
+    try:
+        print(report(asked.runs, asked.format))
+    except ValueError as error:
+        print(f"fedapa-mpi: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(paths: Sequence[Path], form: str = "terminal") -> str:
+    """The report over all finished runs in or below ``paths``, as text.
+
+    Raises:
+        ValueError: there is no finished run, or one is there twice.
+    """
+    found = [(path, collect.read(path)) for path in collect.find(paths)]
+    runs = [run for _, run in found if run is not None]
+    for path in (path for path, run in found if run is None):
+        print(f"{path.parent}: not finished, left out", file=sys.stderr)
+    if not runs:
+        raise ValueError("none of the runs has finished")
+    summaries = collect.summarise(runs)
+    if form == "csv":
+        return _csv(summaries)
+    tables = [table for setting in _settings(summaries) for table in _tables(setting, summaries)]
+    return {"terminal": formats.terminal, "markdown": formats.markdown, "latex": formats.latex}[
+        form
+    ](tables)
+
+
+def _settings(summaries: Sequence[Summary]) -> list[tuple[tuple[str, object], ...]]:
+    return list(dict.fromkeys(summary.setting for summary in summaries))
+
+
+def _tables(setting: tuple[tuple[str, object], ...], summaries: Sequence[Summary]) -> list[Table]:
+    """One table per evaluation point, and one of costs."""
+    mine = [summary for summary in summaries if summary.setting == setting]
+    name = ", ".join(f"{field}={value}" for field, value in setting)
+    seeds = sorted({seed for summary in mine for seed in summary.seeds})
+    over = f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
+    tables = [_accuracies(point, f"{name}; {over}", mine) for point in POINTS]
+    costs = tuple(
+        (s.method, *(number(s.mean[n], s.std[n], d) for n, d in
+                     (("down", 0), ("up", 0), ("seconds", 2))))
+        for s in mine
+    )  # fmt: skip
+    columns = ("method", "bytes down", "bytes up", "training seconds")
+    return [*tables, Table(f"Cost of a round, all clients and ranks together; {name}", columns,
+                           costs)]  # fmt: skip
+
+
+def _accuracies(point: str, name: str, summaries: Sequence[Summary]) -> Table:
+    when = {
+        "recv": "after download, before training",
+        "post": "after local training",
+    }[point]
+    keys = [f"{point}/{which}/{metric}" for which in WHICH for metric in METRICS]
+    titles = [f"{which} {TITLES[metric]}" for which in WHICH for metric in METRICS]
+    rows = tuple(
+        (s.method, str(len(s.seeds)), *(number(s.mean[key], s.std[key]) for key in keys))
+        for s in summaries
+    )
+    caption = (
+        f"Test accuracy {point} ({when}), over all clients with test data, unsampled ones with "
+        f"the model they hold; {name}"
+    )
+    return Table(caption, ("method", "seeds", *titles), rows)
+
+
+def _csv(summaries: Sequence[Summary]) -> str:
+    fields = list(dict.fromkeys(field for s in summaries for field, _ in s.setting))
+    keys = list(summaries[0].mean)
+    header = [
+        "method",
+        "seeds",
+        *fields,
+        *(f"{k} {part}" for k in keys for part in ("mean", "std")),
+    ]
+    rows = []
+    for s in summaries:
+        setting = dict(s.setting)
+        numbers = [value for key in keys for value in (s.mean[key], s.std[key])]
+        seeds = " ".join(map(str, s.seeds))
+        rows.append([s.method, seeds, *(setting.get(f, "") for f in fields), *numbers])
+    return formats.comma_separated(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
