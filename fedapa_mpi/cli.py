@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedapa_mpi.config import Experiment, RunConfig, experiment, field_names, me
 
 DEFAULT_STRATEGY = "fedapa"
 _COMMANDS = ("config", "print_config", "resume", "dry_run", "version")
-_CONFIG_FILE = Path(__file__).with_name("config.py")
+CONFIG_FILE = Path(__file__).with_name("config.py")
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,19 @@ def read(argv: Sequence[str]) -> Request:
     )
     if request.resume and not print_config:
         return request  # its flags are read once the stored strategy and values are known
-    asked = resolve(request)
+    asked = resolve(request, look=print_config)
     if print_config:
         raise Finished(yaml.safe_dump(asked.flat(), sort_keys=False).rstrip())
     return request
 
 
-def resolve(request: Request, stored: Mapping[str, Any] | None = None) -> Experiment:
+def resolve(
+    request: Request, stored: Mapping[str, Any] | None = None, look: bool = False
+) -> Experiment:
     """The configuration that a request means, on top of a stored one if a run is continued.
+
+    Args:
+        look: also look into a data set that is a file, which only rank 0 should do.
 
     Raises:
         ValueError: an unknown flag, a bad value, or a flag that would have no effect.
@@ -86,9 +92,10 @@ def resolve(request: Request, stored: Mapping[str, Any] | None = None) -> Experi
     strategy = request.strategy or (stored or {}).get("strategy") or DEFAULT_STRATEGY
     from_file = _parsed(strategy, request.file)
     from_argv = _parsed(strategy, request.argv)
-    asked = experiment(strategy, {**from_file, **from_argv}, stored)
+    asked = experiment(strategy, {**from_file, **from_argv}, stored, look)
     # a file made by --print_config names every field, so there only a changed one is a wish
-    defaults = experiment(strategy, {}).flat()
+    layers = {name: from_file[name] for name in from_file if name in ("dataset", "preset")}
+    defaults = experiment(strategy, layers).flat()
     wishes = {name for name in from_file if from_file[name] != defaults[name]} | set(from_argv)
     complaints = meaningless(asked, wishes)
     if complaints:
@@ -133,6 +140,7 @@ def useless(strategy: str, argv: Sequence[str], shared: Mapping[str, str]) -> se
     return {complaint.partition(" ")[0] for complaint in complaints}
 
 
+@cache  # a sweep reads many command lines
 def parser(strategy: str) -> ArgumentParser:
     """The flat parser of a run with one strategy."""
     result = ArgumentParser(
@@ -159,12 +167,12 @@ def parser(strategy: str) -> ArgumentParser:
         help="Say what would run where, with memory and bytes, and exit.",
     )
     common.add_argument("--version", action="store_true", help="Print the version and exit.")
-    _add_fields(
+    add_fields(
         result.add_argument_group("run"),
         RunConfig,
-        strategies.field_docs(_CONFIG_FILE, "RunConfig"),
+        strategies.field_docs(CONFIG_FILE, "RunConfig"),
     )
-    _add_fields(
+    add_fields(
         result.add_argument_group(f"{strategy}: {strategies.summary(strategy)}"),
         strategies.config_class(strategy),
         strategies.config_docs(strategy),
@@ -172,23 +180,39 @@ def parser(strategy: str) -> ArgumentParser:
     return result
 
 
-def _add_fields(group: Any, config_class: type[Any], docs: Mapping[str, str]) -> None:
+def add_fields(
+    group: Any,
+    config_class: type[Any],
+    docs: Mapping[str, str],
+    names: Collection[str] | None = None,
+) -> None:
+    """Makes a flag of every field of a configuration, or of those in ``names``."""
     types = typing.get_type_hints(config_class)
     for f in dataclasses.fields(config_class):
-        group.add_argument(
-            f"--{f.name}", type=types[f.name], default=f.default, help=docs.get(f.name, "")
-        )
+        if names is None or f.name in names:
+            group.add_argument(
+                f"--{f.name}", type=types[f.name], default=f.default, help=docs.get(f.name, "")
+            )
+
+
+def parse(parser: ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The values given, by name, checked for name and type; nothing that was not given.
+
+    Raises:
+        ValueError: what the parser complains of, on one line.
+    """
+    try:
+        return vars(parser.parse_args([_underscores(word) for word in argv], defaults=False))
+    except Exception as error:
+        raise ValueError(_shorter(str(error))) from error
 
 
 def _parsed(strategy: str, given: Sequence[str] | Mapping[str, str]) -> dict[str, Any]:
-    """The values given, by field, checked for name and type; nothing that was not given."""
+    """The values given, by field; errors as ``parse``."""
     if isinstance(given, Mapping):
         given = [f"--{name}={value}" for name, value in given.items()]
-    try:
-        values = parser(strategy).parse_args(list(given), defaults=False)
-    except Exception as error:
-        raise ValueError(_shorter(str(error))) from error
-    return {name: value for name, value in vars(values).items() if name not in _COMMANDS}
+    values = parse(parser(strategy), given)
+    return {name: value for name, value in values.items() if name not in _COMMANDS}
 
 
 def _shorter(message: str) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedapa_mpi import schedule, start, strategies
-from fedapa_mpi.clock import SPANS, Clock
-from fedapa_mpi.comm.messages import Action, Message, Order
+from fedapa_mpi import records, schedule, start, strategies
+from fedapa_mpi.clock import Clock
+from fedapa_mpi.comm.messages import Message
+from fedapa_mpi.comm.orders import Action, Order
 from fedapa_mpi.comm.traffic import Traffic
 from fedapa_mpi.config import Experiment
 from fedapa_mpi.console import Console
@@ -20,26 +21,20 @@ from fedapa_mpi.data.prepare import Federation
 from fedapa_mpi.failing import Place
 from fedapa_mpi.log import log
 from fedapa_mpi.parties import Shape
+from fedapa_mpi.records import RankReport
+from fedapa_mpi.recovery import Truth
 from fedapa_mpi.scores import Scoreboard
 from fedapa_mpi.start import Start
 from fedapa_mpi.stopping import StopFlag, parse_duration
 from fedapa_mpi.store import checkpoint
 from fedapa_mpi.store.checkpoint import Checkpoint
+from fedapa_mpi.store.fingerprint import Fingerprint, comparable
 from fedapa_mpi.store.folder import RunFolder
-from fedapa_mpi.store.results import Fingerprint, Results, RoundRecord, comparable, score_arrays
+from fedapa_mpi.store.results import Results
 from fedapa_mpi.store.state import State
 from fedapa_mpi.strategies.base import Server
 
 CHECKPOINT_SHARE = 0.05  # of the wall time, at most, with --checkpoint_every auto
-
-
-@dataclass
-class RankReport:
-    """What one rank says of a round: its clients' rows, who it is and where its time went."""
-
-    rows: Message
-    identity: Mapping[str, int]
-    seconds: Mapping[str, float]
 
 
 @dataclass
@@ -57,7 +52,7 @@ class Conductor:
     console: Console
     place: Place  # kept up to date, for error messages
     attributes: Mapping[str, str | int | float]  # what every checkpoint says of the run
-    labels: np.ndarray  # [M, C] training samples by class
+    truth: Truth | None  # who belongs together, if that is known
     ranks: int
     also: tuple[str, ...] = ()  # the strategy's further ways of answering
     done: int = 0  # rounds finished
@@ -91,14 +86,16 @@ class Conductor:
             "partition_hash": federation.partition_hash,
             "data_hash": federation.data_hash,
         }
+        M = settled.experiment.run.clients
         also = strategies.load(settled.experiment.strategy).Client.ALSO
-        scoreboard = Scoreboard(settled.experiment.run.clients, 1 + len(also))
+        scoreboard = Scoreboard(M, 1 + len(also))
         if stored is None:
             results = Results.create(
                 settled.folder.results,
                 attributes={**attributes, "config": settled.experiment.flat(), "mpi": library},
-                labels=federation.labels[: settled.experiment.run.clients],
-                test_samples=federation.test_samples[: settled.experiment.run.clients],
+                labels=federation.labels[:M],
+                test_samples=federation.test_samples[:M],
+                groups=None if federation.groups is None else federation.groups[:M],
             )
         else:
             _warn_of_versions(stored)
@@ -116,7 +113,7 @@ class Conductor:
             results,
             scoreboard,
             attributes=attributes,
-            labels=federation.labels[: settled.experiment.run.clients],
+            truth=None if federation.truth is None else federation.truth.of_first(M),
             also=also,
             done=0 if stored is None else stored.round,
             _saved=-1 if stored is None else stored.round,
@@ -216,40 +213,31 @@ class Conductor:
 
     def record(self, order: Order, reports: Mapping[int, RankReport]) -> None:
         """Takes down a finished round, or what was measured after the last."""
-        M, answering = self.run.clients, order.answering(order.clients)
-        merged = _merged([report.rows for report in reports.values() if report.rows])
+        rows = records.merged(reports)
         if order.round > self.run.rounds:
-            self.final = _final(order, merged, self.also, self.run.holdout_clients)
+            self.final = records.final(order, rows, self.also, self.run.holdout_clients)
             self.results.put(self.final)
             return
-        scores = self.scoreboard.enter(order, merged)
-        down, up = self.traffic.take()
-        loss = np.full(M, np.nan)
-        loss[merged["client"].numpy()] = merged["loss"].numpy()
-        weights = self.server.weights()
-        every = self.run.record_A_every
-        record = RoundRecord(
-            round=order.round,
-            sampled=_mask(order.clients, M),
-            answered=_mask(set(answering) - self._skipped, M),
-            loss=loss,
-            **_trained_by(reports, answering, M),
-            bytes_down=down,
-            bytes_up=up,
-            seconds=_seconds(reports, self.ranks),
-            recv=scores["recv"][:, 0].numpy(),
-            post=scores["post"][:, 0].numpy(),
-            also={
-                name: {point: scores[point][:, 1 + v].numpy() for point in scores}
-                for v, name in enumerate(self.also)
-            },
-            A=weights.cpu().numpy()
-            if weights is not None and every and order.round % every == 0
-            else None,
+        record = records.of_round(
+            order,
+            reports,
+            M=self.run.clients,
+            ranks=self.ranks,
+            skipped=self._skipped,
+            scores=self.scoreboard.enter(order, rows),
+            also=self.also,
+            traffic=self.traffic.take(),
+            A=self._recorded_weights(order.round),
         )
         self.results.append(record)
         self.done = order.round
         self.console.round(record, self.run.rounds, time.monotonic() - self._round_started)
+
+    def _recorded_weights(self, t: int) -> np.ndarray | None:
+        weights, every = self.server.weights(), self.run.record_A_every
+        if weights is None or not every or t % every:
+            return None
+        return weights.cpu().numpy()
 
     def checkpoint_due(self) -> bool:
         """Whether it is time for a checkpoint of the round just finished."""
@@ -326,55 +314,3 @@ def _digested(
 
 def _finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _merged(rows: list[Message]) -> Message:
-    return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
-
-
-def _final(
-    order: Order, report: Message, also: tuple[str, ...], held_out: int
-) -> dict[str, np.ndarray]:
-    """``final/recv/...`` of all clients and ``final/holdout/{recv,post}/...`` of those outside."""
-    row_of = {i: row for row, i in enumerate(report["client"].tolist())}
-    members = [row_of[i] for i in order.delivered]
-    final: dict[str, np.ndarray] = {}
-    for v, name in enumerate(("", *also)):
-        end = f"/{name}" if name else ""
-        final |= score_arrays(f"final/recv{end}", report["recv"][members, v].numpy())
-        for point in ("recv", "post"):
-            scores = np.full((held_out, 3), np.nan)  # not available
-            if order.newcomers:
-                scores = report[point][[row_of[i] for i in order.newcomers], v].numpy()
-            if held_out:
-                final |= score_arrays(f"final/holdout/{point}{end}", scores)
-    return final
-
-
-def _mask(ids: Iterable[int], M: int) -> np.ndarray:
-    mask = np.zeros(M, dtype=bool)
-    mask[list(ids)] = True
-    return mask
-
-
-def _trained_by(
-    reports: Mapping[int, RankReport], answering: Iterable[int], M: int
-) -> dict[str, np.ndarray]:
-    who = {name: np.full(M, -1, dtype=np.int64) for name in ("rank", "pid", "device")}
-    for rank, report in reports.items():
-        if not report.rows:
-            continue  # the server trains nobody
-        mine = report.rows["client"].numpy()
-        trained = mine[np.isin(mine, list(answering))]
-        who["rank"][trained] = rank
-        who["pid"][trained] = report.identity["pid"]
-        who["device"][trained] = report.identity["device"]
-    return who
-
-
-def _seconds(reports: Mapping[int, RankReport], ranks: int) -> dict[str, np.ndarray]:
-    table = {name: np.full(ranks, np.nan) for name in SPANS}
-    for rank, report in reports.items():
-        for name, value in report.seconds.items():
-            table[name][rank] = value
-    return table

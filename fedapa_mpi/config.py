@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fedapa_mpi import strategies
-from fedapa_mpi.data import datasets, partition
+from fedapa_mpi.data import datasets, fedfile, partition
 from fedapa_mpi.stopping import parse_duration
 
 # the builders of models.py, named here because that imports torch
@@ -21,15 +22,17 @@ class RunConfig:
     """What every strategy shares. The flags of the command line are made from these fields."""
 
     dataset: str = "digits"
-    """Data set: digits or fmnist."""
+    """Data set: digits, fmnist, mnist, cifar10, cifar100, groups, or your own as FILE.h5."""
     data_dir: str | None = None
     """Where the files of the data set are; searched first."""
     partition: str = "pathological"
-    """How samples are spread over clients: pathological, dirichlet or iid."""
+    """How samples go to clients: pathological, dirichlet, iid, pfllib-pat or pfllib-dir."""
     alpha: float = 0.1
-    """Concentration of the Dirichlet partition; small is uneven."""
+    """Concentration of the Dirichlet partitions; small is uneven."""
     classes_per_client: int = 2
-    """Classes per client of the pathological partition."""
+    """Classes per client of the pathological partitions."""
+    balance: bool = True
+    """Partition pfllib-pat: whether the clients of a class get equal shares of it."""
     assignment: Literal["block", "random"] = "block"
     """Pathological: neighbours share their classes (the authors' form), or classes are drawn."""
     fraction: float = 1.0
@@ -38,6 +41,12 @@ class RunConfig:
     """Fewest training samples of a client; a partition that gives less is drawn again."""
     min_test: int = 1
     """Fewest test samples of a client."""
+    groups: int = 4
+    """Data set groups: number of groups, each with distributions of its own."""
+    group_noise: float = 1.5
+    """Data set groups: standard deviation around a class mean; class means have 1."""
+    group_samples: int = 32
+    """Data set groups: training samples of each client."""
     clients: int = 20
     """Number of clients M."""
     holdout_clients: int = 0
@@ -103,14 +112,28 @@ class RunConfig:
     )
     # flag -> (other field, its values): anywhere else the flag would be ignored
     ONLY_IF: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
-        "alpha": ("partition", ("dirichlet",)),
-        "classes_per_client": ("partition", ("pathological",)),
+        "partition": ("dataset", datasets.partitioned()),
+        "fraction": ("dataset", datasets.partitioned()),
+        "min_train": ("dataset", datasets.partitioned()),
+        "min_test": ("dataset", datasets.partitioned()),
+        "alpha": ("partition", ("dirichlet", "pfllib-dir")),
+        "classes_per_client": ("partition", ("pathological", "pfllib-pat")),
         "assignment": ("partition", ("pathological",)),
-        "data_dir": ("dataset", tuple(n for n in datasets.names() if n != "digits")),
+        "balance": ("partition", ("pfllib-pat",)),
+        "groups": ("dataset", ("groups",)),
+        "group_noise": ("dataset", ("groups",)),
+        "group_samples": ("dataset", ("groups",)),
+        "data_dir": ("dataset", tuple(n for n in datasets.partitioned() if n != "digits")),
     }
 
     def __post_init__(self) -> None:
-        _one_of("dataset", self.dataset, datasets.names())
+        _need(
+            self.dataset in datasets.names() or fedfile.is_path(self.dataset),
+            "dataset",
+            self.dataset,
+            f"one of {', '.join(sorted(datasets.names()))}, or a federation as FILE.h5 "
+            f"(see python -m fedapa_mpi.data --help)",
+        )
         _one_of("partition", self.partition, partition.names())
         _need(
             self.model in MODELS or _names_own_model(self.model),
@@ -120,6 +143,14 @@ class RunConfig:
         )
         for field in ("clients", "epochs", "batch_size", "rounds", "threads", "eval_every"):
             _at_least(field, getattr(self, field), 1)
+        for field in ("groups", "group_samples"):
+            _at_least(field, getattr(self, field), 1)
+        _need(
+            self.dataset != "groups" or self.groups <= self.clients,
+            "groups",
+            self.groups,
+            f"at most clients, which is {self.clients}",
+        )
         for field in (
             "min_train",
             "min_test",
@@ -130,7 +161,7 @@ class RunConfig:
         ):
             _at_least(field, getattr(self, field), int(field == "classes_per_client"))
         _at_least("keep", self.keep, 2)
-        for field in ("fraction", "alpha", "lr"):
+        for field in ("fraction", "alpha", "lr", "group_noise"):
             value = getattr(self, field)
             _need(0 < value < math.inf, field, value, "a finite number above 0")
         _need(self.fraction <= 1, "fraction", self.fraction, "at most 1")
@@ -200,13 +231,17 @@ class Experiment:
 
 
 def experiment(
-    strategy: str, given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
+    strategy: str,
+    given: Mapping[str, Any],
+    stored: Mapping[str, Any] | None = None,
+    look: bool = False,
 ) -> Experiment:
     """Layers the values: given ones, else stored ones, else preset, data set and field defaults.
 
     Args:
         given: what the user asked for, by field.
         stored: the flat configuration of the run that is continued.
+        look: also look into a data set that is a file, for its number of clients.
 
     Raises:
         ValueError: a value or a combination of values makes no sense; the message says why.
@@ -215,7 +250,12 @@ def experiment(
     asked = {**(stored or {}), **given}
     preset = asked.get("preset", "paper")
     presets = getattr(Method, "PRESETS", {"paper": {}})
-    defaults = datasets.DEFAULTS.get(str(asked.get("dataset", RunConfig.dataset)), {})
+    dataset = str(asked.get("dataset", RunConfig.dataset))
+    defaults = datasets.DEFAULTS.get(dataset, {})
+    if fedfile.is_path(dataset):
+        asked["dataset"] = os.path.abspath(dataset)  # it can be resumed from anywhere
+        if look:
+            defaults = fedfile.defaults(dataset, int(asked.get("holdout_clients", 0)))
     values = {**defaults, **presets.get(preset, {}), **asked}
     run = RunConfig(**_only(values, RunConfig))
     method = Method(**_only(values, Method))
@@ -229,12 +269,19 @@ def meaningless(experiment: Experiment, given: Iterable[str]) -> list[str]:
     """One sentence for each flag given although another value makes it have no effect."""
     values = experiment.flat()
     rules = {**RunConfig.ONLY_IF, **getattr(type(experiment.method), "ONLY_IF", {})}
-    return [
-        f"{name} has no effect with {other}={values[other]}: it needs {other} "
-        f"{' or '.join(map(str, needed))}"
-        for name, (other, needed) in rules.items()
-        if name in given and values[other] not in needed
-    ]
+
+    def complaint(name: str) -> str | None:
+        other, needed = rules[name]
+        deeper = complaint(other) if other in rules else None
+        if deeper or values[other] in needed:
+            return deeper
+        return (
+            f"has no effect with {other}={values[other]}: it needs {other} "
+            f"{' or '.join(map(str, needed))}"
+        )
+
+    found = {name: complaint(name) for name in rules if name in given}
+    return [f"{name} {text}" for name, text in found.items() if text]
 
 
 def field_names(config_class: type[Any]) -> tuple[str, ...]:

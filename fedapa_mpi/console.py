@@ -12,6 +12,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedapa_mpi.recovery import Truth, recovery
 from fedapa_mpi.store.results import RoundRecord, Rows, accuracy_metrics
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class Console:
                 [*_accuracy_rows(rows), *_final_rows(conductor)],
             )
             self.say(_cost(rows, time.monotonic() - self._started))
-            if conductor.run.partition == "pathological":
-                for line in _learned(rows, conductor.labels):
+            if conductor.truth is not None:
+                for line in _learned(rows, conductor.truth):
                     self.say(line)
         self.say(f"results: {conductor.folder.results}")
         if conductor.finished:
@@ -117,6 +118,7 @@ class BriefConsole(Console):
     def __init__(self, alone: bool) -> None:
         super().__init__(alone)
         self._bar = None
+        self._score = "no round was left"  # if only the end was still to be measured
 
     def placement(self, rows: Iterable[tuple[str, str, str, str]]) -> None:
         """Not shown: it is the same for all runs."""
@@ -188,16 +190,15 @@ def _cost(rows: Mapping[str, Any], wall: float) -> str:
     )
 
 
-def _learned(rows: Rows, labels: np.ndarray) -> list[str]:
-    """How well the recorded A tells clients with the same classes from the others."""
-    from fedapa_mpi.recovery import blocks, recovery
+def _learned(rows: Rows, truth: Truth) -> list[str]:
+    """How well the recorded A tells clients that belong together from the others."""
 
     if "A" not in rows or not len(rows["A"]):
         return []
-    found = recovery(rows["A"][-1], blocks(labels))
+    found = recovery(rows["A"][-1], truth.same)
     if found is None:
         return []
     return [
-        f"A: mean weight between clients with the same classes {found.inside:.4f}, with "
+        f"A: mean weight between clients {truth.what} {found.inside:.4f}, with "
         f"others {found.outside:.4f}, AUC {found.auc:.4f}"
     ]

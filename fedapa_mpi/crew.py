@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedapa_mpi import streams, training
 from fedapa_mpi.clock import Clock
-from fedapa_mpi.comm.messages import Message, Order
+from fedapa_mpi.comm.messages import Message
+from fedapa_mpi.comm.orders import Order
 from fedapa_mpi.failing import Place
 from fedapa_mpi.store.state import State, copy_of
 from fedapa_mpi.strategies.base import Client

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 
 from fedapa_mpi import parties, plan, rounds
 from fedapa_mpi.clock import Clock
 from fedapa_mpi.comm import placement
-from fedapa_mpi.comm.messages import Action, Envelope, Kind, Order, copied
+from fedapa_mpi.comm.messages import Envelope, Kind, copied
+from fedapa_mpi.comm.orders import Action, Order
 from fedapa_mpi.comm.placement import Enlisted, Seat
 from fedapa_mpi.comm.traffic import Traffic
 from fedapa_mpi.comm.transport import Transport
@@ -23,7 +24,7 @@ from fedapa_mpi.failing import Guard, refuse
 from fedapa_mpi.log import log
 from fedapa_mpi.parties import Shape
 from fedapa_mpi.start import Start
-from fedapa_mpi.stopping import Abandoned, StopFlag
+from fedapa_mpi.stopping import Abandoned, RankFailedError, StopFlag
 from fedapa_mpi.store.checkpoint import Checkpoint
 from fedapa_mpi.strategies.base import Server
 
@@ -51,6 +52,7 @@ def lead(
         RunFailedError: in a sweep; the other ranks are ready for the next run.
     """
     run = settled.experiment.run
+    guard.place.client, guard.place.round = None, 0  # what an earlier run left
     torch.set_num_threads(run.threads)
     clock, traffic = Clock(), Traffic(run.clients)
     transport = Transport(world.comm, clock, traffic) if world.size > 1 else None
@@ -81,7 +83,14 @@ def lead(
                 place=guard.place,
                 ranks=world.size,
             )
-        except (ValueError, OSError) as error:
+        except Exception as error:
+            known = isinstance(error, ValueError | OSError)
+            if not (known or sweep):
+                raise
+            settled.folder.unlock()
+            if sweep:
+                _dismiss(transport)
+                raise RunFailedError(str(error) if known else _told(error, guard)) from error
             status = refuse(error)
             _dismiss(transport)
             return status
@@ -94,10 +103,11 @@ def lead(
                 _with_others(
                     settled, shape, federation, seats, server, conductor, stored, transport, sweep
                 )
+                transport = None  # the other ranks are ready for the next run
             conductor.close()
         except Exception as error:
-            if not sweep:
-                raise
+            if not sweep or isinstance(error, TimeoutError):
+                raise  # a rank that does not answer would not answer in the next run either
             raise _failed(error, conductor, transport, guard) from error
         finally:
             settled.folder.unlock()
@@ -108,14 +118,22 @@ def _failed(
     error: Exception, conductor: Conductor, transport: Transport | None, guard: Guard
 ) -> RunFailedError:
     """Ends one run of a sweep on all ranks."""
-    reason = guard.line(error)
-    conductor.fail(reason)
+    reason = _told(error, guard)
     if transport is not None:
         transport.forgiving, transport.watch = True, lambda: None
         transport.announce(Order(Action.ABANDON, conductor.done))
         transport.announce(Order(Action.STOP, conductor.done))
         transport.close()
+    with suppress(OSError):  # the disk may be full
+        conductor.fail(reason)
     return RunFailedError(reason)
+
+
+def _told(error: Exception, guard: Guard) -> str:
+    """The reason on one line, after the traceback, unless another rank has said it."""
+    if not isinstance(error, RankFailedError):
+        log.error("error on %s", guard.place, exc_info=error)
+    return guard.line(error)
 
 
 def _shape(settled: Start, federation: Federation, stored: Checkpoint | None) -> Shape:
@@ -127,7 +145,8 @@ def _shape(settled: Start, federation: Federation, stored: Checkpoint | None) ->
             if stored.attributes[name] != getattr(federation, name):
                 raise ValueError(
                     f"{name} of the stored run is {stored.attributes[name]}, of the data found "
-                    f"now {getattr(federation, name)}: give --data_dir the files it started with"
+                    f"now {getattr(federation, name)}: give --data_dir the files it started with, "
+                    "or --dataset the same federation file"
                 )
     return Shape(federation.classes, federation.input_shape, horizon)
 
@@ -231,9 +250,10 @@ def _with_others(
             "device": seat.device,
             "resumed_from": None if stored is None else stored.round,
             "sweep": sweep,
+            "file": federation.file,
         }
         transport.post(Envelope(Kind.BEGIN, note=note), seat.rank)
-    for i, shard in enumerate(federation.shards):
+    for i, shard in enumerate(federation.shards if federation.file is None else ()):
         transport.send(Kind.SHARD, i, 0, shard.message())
     if stored is None:
         server.welcome(transport.collect(Kind.HELLO, range(run.clients), 0))

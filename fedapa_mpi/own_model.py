@@ -15,6 +15,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,11 @@ def _made(name: str, input_shape: tuple[int, ...], classes: int) -> nn.Module:
     try:
         module = factory(input_shape, classes)
     except ValueError as error:
-        raise ValueError(f"model {name}: {error}") from error
+        where = traceback.extract_tb(error.__traceback__)[-1]  # it may be meant or be a mistake
+        raise ValueError(
+            f"model {name} for inputs {list(input_shape)}: {error} ({where.filename}, line "
+            f"{where.lineno})"
+        ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"model {name}: the factory returned a {_type(module)}, {_RULE}")
     return module

@@ -62,7 +62,8 @@ def _measured(
 def _shard_bytes(federation: Federation, shape: Shape) -> list[int]:
     """Bytes of each client's data as float32 on its device."""
     features = torch.Size(shape.input_shape).numel()
-    return [(shard.n + shard.n_test) * (4 * features + 8) for shard in federation.shards]
+    samples = zip(federation.sizes, federation.test_samples.tolist())
+    return [(n + n_test) * (4 * features + 8) for n, n_test in samples]
 
 
 def _histogram(federation: Federation) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Does A know who belongs together? Compares its weights with clients that share classes."""
+"""Does A know who belongs together? Compares its weights with what is known of the clients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 
 
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Which clients belong together: those ``what``."""
+
+    what: str  # "with the same classes" or "of the same group"
+    same: np.ndarray  # [M, M] bool
+
+    def of_first(self, clients: int) -> Truth:
+        """The truth about the first clients."""
+        return Truth(self.what, self.same[:clients, :clients])
+
+
 @dataclass(frozen=True)
 class Recovery:
-    """How the off-diagonal weights of A tell pairs of the same block from all others.
+    """How the off-diagonal weights of A tell pairs that belong together from all others.
 
-    auc: probability that a same-block pair has the larger weight; inside, outside: mean weights.
+    auc: probability that such a pair has the larger weight; inside, outside: mean weights.
     """
 
     auc: float
@@ -21,8 +33,13 @@ class Recovery:
 
 def blocks(labels: np.ndarray) -> np.ndarray:
     """Which clients hold the same classes, [M, M] bool, from class counts [M, C]."""
-    held = labels > 0
-    return (held[:, None, :] == held[None, :, :]).all(axis=2)
+    _, block = np.unique(labels > 0, axis=0, return_inverse=True)
+    return alike(block.reshape(-1))  # numpy 2.0.0 gives [M, 1]
+
+
+def alike(group: np.ndarray) -> np.ndarray:
+    """Which clients have the same number, [M, M] bool, from one number each [M]."""
+    return group[:, None] == group[None, :]
 
 
 def recovery(A: np.ndarray, same: np.ndarray) -> Recovery | None:

@@ -14,10 +14,12 @@ import torch
 
 from fedapa_mpi import streams
 from fedapa_mpi.clock import Clock
-from fedapa_mpi.comm.messages import Action, Envelope, Kind, Message, Order, copied
+from fedapa_mpi.comm.messages import Envelope, Kind, Message, copied
+from fedapa_mpi.comm.orders import Action, Order
 from fedapa_mpi.comm.transport import SERVER, Transport
-from fedapa_mpi.conductor import Conductor, RankReport
+from fedapa_mpi.conductor import Conductor
 from fedapa_mpi.crew import Crew
+from fedapa_mpi.records import RankReport
 from fedapa_mpi.stopping import Abandoned
 from fedapa_mpi.store.state import State, copy_of
 from fedapa_mpi.strategies.base import Server

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedapa_mpi.comm.messages import Message, Order
+from fedapa_mpi.comm.messages import Message
+from fedapa_mpi.comm.orders import Order
 from fedapa_mpi.store.state import Stateful
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fedapa_mpi import cli
 from fedapa_mpi.config import Experiment, RunConfig
+from fedapa_mpi.data import fedfile
 from fedapa_mpi.store.folder import RunFolder
 
 
@@ -31,7 +34,7 @@ def settle(request: cli.Request) -> Start:
         ValueError: the request cannot be carried out; the message says why and the way out.
     """
     if request.resume is None:
-        asked = cli.resolve(request)
+        asked = cli.resolve(request, look=True)
         folder = RunFolder(asked.run.out or _new_name(asked))
         folder.check_new()
         return Start(asked, folder, None)
@@ -60,15 +63,15 @@ def _continued(request: cli.Request, path: str) -> Start:
     newest = checkpoint.latest(folder.checkpoints)
     if newest is None:
         if request.resume == "auto":
-            return Start(cli.resolve(request), folder, None)
+            return Start(cli.resolve(request, look=True), folder, None)
         raise ValueError(
             f"--resume {path}: no complete checkpoint in {folder.checkpoints}; start the run "
             f"with --out {path} --resume auto, or name the folder of another run"
         )
     with checkpoint.Checkpoint(newest) as stored:
         config, done = stored.config, stored.round
-    asked = cli.resolve(request, config)
-    changes = checkpoint.differences(config, asked.flat(), RunConfig.MAY_CHANGE)
+    asked = cli.resolve(request, config, look=True)
+    changes = checkpoint.differences(config, asked.flat(), _may_change(config, asked))
     if asked.run.rounds < config["rounds"]:
         changes.append(f"rounds: stored {config['rounds']}, asked {asked.run.rounds} (only up)")
     if changes:
@@ -80,6 +83,12 @@ def _continued(request: cli.Request, path: str) -> Start:
     status = folder.read_status() or {}
     over = done >= asked.run.rounds and status.get("status") == "finished"
     return Start(asked, folder, newest, over)
+
+
+def _may_change(config: Mapping[str, Any], asked: Experiment) -> frozenset[str]:
+    """A federation file may have moved: what it holds is compared later, by its hash."""
+    moved = fedfile.is_path(config["dataset"]) and fedfile.is_path(asked.run.dataset)
+    return RunConfig.MAY_CHANGE | ({"dataset"} if moved else set())
 
 
 def _new_name(asked: Experiment) -> str:

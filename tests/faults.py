@@ -6,11 +6,14 @@ FAULT is ``what:place:client:round``, for example ``raise:train:3:2``.
             term / usr1 (a signal to itself), nan (the upload becomes NaN), delay (sleeps; see
             FAULT_SECONDS), fullstop (SIGSTOP to itself: a rank that no longer answers)
     place   train (in the client's training), upload (just after it has started to leave),
-            aggregate (at the server), rename (checkpoint written, but not under its name yet)
+            aggregate (at the server), rename (checkpoint written, but not under its name yet),
+            stored (the server reads a client's state from a checkpoint; round is ignored)
     client  whose; ignored at the server
     round   in which
 
 With FAULT=none nothing is changed, with ``shuffle`` every training is delayed at random.
+FAULT_PROGRAM=sweep runs a sweep instead of a run; with FAULT_TURN=2 the fault happens only the
+second time that a process comes to that place, so in the second of its runs.
 """
 
 from __future__ import annotations
@@ -21,16 +24,23 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 
 import torch
 
-from fedapa_mpi import crew, rounds, run
+from fedapa_mpi import crew, rounds, run, sweep
 from fedapa_mpi.comm.transport import Transport
 from fedapa_mpi.store import checkpoint, folder
 
+PROGRAMS = {"run": run, "sweep": sweep}
+turns = count(1)
 
-def happen(what: str) -> None:
-    """The fault itself."""
+
+def happen(what: str) -> bool:
+    """The fault itself; says whether it was its turn."""
+    turn = str(next(turns))
+    if os.environ.get("FAULT_TURN", turn) != turn:
+        return False
     print(f"fault: {what} in pid {os.getpid()}", file=sys.stderr, flush=True)
     if what == "raise":
         raise RuntimeError("the injected error")
@@ -46,6 +56,7 @@ def happen(what: str) -> None:
     if what in signals:
         os.kill(os.getpid(), signals[what])
         time.sleep(0.1)
+    return True
 
 
 def inject(fault: str) -> None:
@@ -62,7 +73,7 @@ def inject(fault: str) -> None:
 
         def participate(self, client, message, order):
             upload = plain(self, client, message, order)
-            if (client, order.round) == (i, t):
+            if (client, order.round) == (i, t) and happen(what):
                 upload = {name: tensor * torch.nan for name, tensor in upload.items()}
             return upload
 
@@ -80,6 +91,8 @@ def inject(fault: str) -> None:
         wrap(folder.os, "replace",
              lambda a, b: str(b).endswith(f"round-{t:06}.h5") and happen(what))  # fmt: skip
         assert checkpoint.replacing is folder.replacing
+    elif place == "stored":
+        wrap(checkpoint.Checkpoint, "client", lambda _, c: c == i and happen(what))
     else:
         raise SystemExit(f"unknown fault {fault}")
 
@@ -101,4 +114,5 @@ def wrap(owner, name, extra, after=False):
 
 if __name__ == "__main__":
     inject(sys.argv[1])
-    sys.exit(run.main(sys.argv[2:]))
+    program = PROGRAMS[os.environ.get("FAULT_PROGRAM", "run")]
+    sys.exit(program.main(sys.argv[2:]))

@@ -61,10 +61,12 @@ class Launcher:
     """Starts runs in one folder.
 
     args: flags that every run gets.
+    program: run or sweep.
     """
 
     base: Path
     args: tuple[str, ...] = ()
+    program: str = "run"
     count: int = field(default=0)
 
     def __call__(
@@ -82,7 +84,7 @@ class Launcher:
         self.count += 1
         folder = folder or self.base / f"run{self.count}"
         common = ["--resume", str(folder)] if resume else ["--out", str(folder), *self.args]
-        program = ["-m", "fedapa_mpi.run"] if fault is None else [str(FAULTS), fault]
+        program = ["-m", f"fedapa_mpi.{self.program}"] if fault is None else [str(FAULTS), fault]
         word = [arg for arg in args[:1] if not arg.startswith("-")]  # the strategy comes first
         command = [*mpirun(ranks, mpi), *program, *word, *common, *args[len(word) :]]
         done = subprocess.run(
@@ -90,7 +92,7 @@ class Launcher:
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=environment(mpi, env),
+            env=environment(mpi, {"FAULT_PROGRAM": self.program, **(env or {})}),
             stdin=subprocess.DEVNULL,
         )
         return Ended(done.returncode, done.stdout, done.stderr, folder)

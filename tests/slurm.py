@@ -1,4 +1,4 @@
-"""A throw-away SLURM on this machine, everything below one folder: ``python tests/slurm.py COMMAND``.
+"""A throw-away SLURM below one folder of this machine: ``python tests/slurm.py COMMAND``.
 
 munged, slurmctld and one slurmd per node, as Debian's packages slurm-wlm and munge bring them; no
 systemd, no accounting. Nodes, CPUs and GPUs are invented, so that jobs of any shape start; a GPU is
@@ -7,6 +7,8 @@ a link to /dev/null. Started as a program it runs COMMAND in a cluster of two no
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import getpass
 import glob
 import os
@@ -56,6 +58,7 @@ MailProg=/bin/true
 ReturnToService=2
 KillWait=20
 MinJobAge=3600
+FirstJobId={first}
 JobRequeue=1
 SlurmdParameters=config_overrides
 GresTypes=gpu
@@ -79,11 +82,21 @@ def missing() -> str | None:
     return None if os.geteuid() == 0 else "SLURM's daemons have to be started by root"
 
 
+def has_pmix() -> bool:
+    """Whether ``srun --mpi=pmix`` can work."""
+    return bool(glob.glob(PMIX))
+
+
 class Cluster:
-    """Started and stopped by ``with``. Nodes are called n1, n2, ...; CPUs and GPUs are per node."""
+    """Started and stopped by ``with``. CPUs and GPUs are per node.
+
+    The first node has the name of this machine, or Open MPI would not start under PMIx. Since
+    control groups are called after node and job, every cluster numbers its jobs differently.
+    """
 
     def __init__(self, nodes: int = 1, cpus: int = 32, gpus: int = 4) -> None:
-        self.nodes = [f"n{k + 1}" for k in range(nodes)]
+        host = socket.gethostname().partition(".")[0]
+        self.nodes = [host, *(f"{host}-n{k}" for k in range(2, nodes + 1))]
         self.cpus, self.gpus = cpus, gpus
         self.proctrack = "cgroup" if os.access(FREEZER / "cgroup.procs", os.W_OK) else "linuxproc"
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -94,12 +107,14 @@ class Cluster:
         self.folder.chmod(0o755)
         try:
             self._configure()
-            self._start("munged", "--foreground", *self._munge("key", "socket", "pid", "log", "seed"))
-            self._until(lambda: self._quiet("munge", *self._munge("socket"), "-n"), "munged")
+            self._start(
+                "munged", "--foreground", *self._munge("key", "socket", "pid", "log", "seed")
+            )
+            self.until(lambda: self._quiet("munge", *self._munge("socket"), "-n"), "munged")
             self._start("slurmctld", "-D", "-c")
             for node in self.nodes:
                 self._start("slurmd", "-D", "-N", node)
-            self._until(self._idle, "all nodes idle")
+            self.until(self._idle, "all nodes idle")
         except BaseException:
             self.__exit__()
             raise
@@ -154,8 +169,7 @@ class Cluster:
 
     def wait(self, job: str, timeout: float = 180) -> dict[str, str]:
         """Waits until a job has ended for good, whatever its restarts; what is known of it then."""
-        self._until(lambda: self.job(job)["JobState"] in ENDED, f"end of job {job}", timeout)
-        # its script has exited, but steps and files may take a moment longer
+        self.until(lambda: self.job(job)["JobState"] in ENDED, f"end of job {job}", timeout)
         return self.job(job)
 
     # -- how -------------------------------------------------------------------------------------
@@ -168,10 +182,11 @@ class Cluster:
         (self.folder / "munge/key").write_bytes(os.urandom(128))
         (self.folder / "munge/key").chmod(0o400)
         ports = free_ports(1 + len(self.nodes))
-        host = socket.gethostname().partition(".")[0]
+        host = self.nodes[0]
         conf = CONFIG.format(
             host=host,
             port=ports[0],
+            first=os.getpid() % 60000 * 1000 + 1,
             user=getpass.getuser(),
             folder=self.folder,
             proctrack=self.proctrack,
@@ -204,6 +219,7 @@ class Cluster:
                     stderr=output,
                     env=self.environment(),
                     start_new_session=True,
+                    preexec_fn=end_with_parent,
                 )
             )
 
@@ -220,7 +236,7 @@ class Cluster:
         )
         return done.stdout
 
-    def _until(self, condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
@@ -230,11 +246,10 @@ class Cluster:
 
     def _sweep(self) -> None:
         """Removes the folder and what killed jobs leave outside it."""
-        for pattern in ("job_*", ""):
-            for group in FREEZER.glob(f"slurm_*/uid_*/{pattern}".rstrip("/")):
-                remove_group(group)
         for node in self.nodes:
-            remove_group(FREEZER / f"slurm_{node}")
+            for groups in ("/uid_*/job_*/step_*", "/uid_*/job_*", "/uid_*", ""):
+                for group in FREEZER.glob(f"slurm_{node}{groups}"):
+                    remove_group(group)
         left = glob.glob("/dev/shm/mpich_shm_*") + glob.glob("/dev/shm/sm_segment*")
         left += glob.glob("/tmp/hydra_hwloc_xmlfile_*")
         for path in map(Path, left):
@@ -268,12 +283,16 @@ def in_use(path: Path) -> bool:
     return False
 
 
+def end_with_parent() -> None:
+    """In a child: asks Linux for SIGTERM when the parent dies, be it by SIGKILL."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def remove_group(group: Path) -> None:
     """Removes an empty control group."""
-    try:
+    with contextlib.suppress(OSError):
         group.rmdir()
-    except OSError:
-        pass
 
 
 def tail(log: Path) -> str:

@@ -10,7 +10,8 @@ from torch import nn
 
 from fedapa_mpi import streams
 from fedapa_mpi.clock import Clock
-from fedapa_mpi.comm.messages import Action, Order, copied
+from fedapa_mpi.comm.messages import copied
+from fedapa_mpi.comm.orders import Action, Order
 from fedapa_mpi.crew import Crew
 from fedapa_mpi.failing import Place
 from fedapa_mpi.models import SplitModel

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedapa_mpi.data import datasets, partition, sources
-from fedapa_mpi.data.datasets import Dataset, load, read_idx
+from fedapa_mpi.data.datasets import Dataset, load, parse_idx
 from fedapa_mpi.data.federation import Shard, data_hash, shards
 from fedapa_mpi.data.partition import Partition
 from fedapa_mpi.data.sources import FASHION_MNIST, locate
@@ -244,7 +244,7 @@ def test_damaged_file_is_named(tmp_path, content, message, packed):
     path = tmp_path / ("images.gz" if packed else "images")
     path.write_bytes(gzip.compress(content) if packed else content)
     with pytest.raises(ValueError, match=message) as caught:
-        read_idx(path, 3)
+        parse_idx(path, datasets._content(path), 3)
     assert str(path) in str(caught.value)
 
 
@@ -255,7 +255,7 @@ def test_damaged_gzip_is_named(tmp_path, content):
     path = tmp_path / "images.gz"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is a damaged gzip file") as caught:
-        read_idx(path, 3)
+        parse_idx(path, datasets._content(path), 3)
     assert str(path) in str(caught.value)
 
 

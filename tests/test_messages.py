@@ -12,17 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedapa_mpi.comm.messages import (
-    BLOCK,
-    HEADER_LIMIT,
-    Action,
-    Envelope,
-    Kind,
-    Order,
-    copied,
-    pack,
-    unpack,
-)
+from fedapa_mpi.comm.messages import BLOCK, HEADER_LIMIT, Envelope, Kind, copied, pack, unpack
+from fedapa_mpi.comm.orders import Action, Order
 
 DTYPES = [
     torch.float16,

@@ -50,7 +50,10 @@ REFUSED = {
     "not callable": ("make = 3", r"make is a int, which cannot be called"),
     "no arguments": ("def make(): ...", r"factory\(input_shape, classes\): too many positional"),
     "returns nothing": ("def make(s, c): ...", r"returned a NoneType, expected a torch.nn.Module"),
-    "says no": ("def make(s, c): raise ValueError('too wide')", r"model nets:make: too wide"),
+    "says no": (
+        "def make(s, c): raise ValueError('too wide')",
+        r"model nets:make for inputs \[4\]: too wide \(.*nets.py, line 3\)",
+    ),
     "needs what is missing": ("import nowhere", r"nets cannot be imported \(No module .*nowhere"),
     "one module": ("def make(s, c): return nn.Linear(4, c)", r"Linear without extractor and head"),
     "short sequential": (

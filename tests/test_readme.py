@@ -24,6 +24,7 @@ import h5py
 import pytest
 
 from fedapa_mpi import config, strategies
+from fedapa_mpi.data import datasets, partition
 from fedapa_mpi.data.datasets import FASHION_MNIST
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,7 @@ SHORTER = {
     r"--max-time 10\b": "--max-time 0.3",
     r"timeout --signal=USR1 20\b": "timeout --signal=USR1 6",
 }
-CLUSTER = re.compile(r"module load|#SBATCH|srun ")
+CLUSTER = re.compile(r"module load|#SBATCH|(?m:^sbatch )")
 OPENMPI = {  # in case the environment's MPI is Open MPI: as root, and more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -154,6 +155,7 @@ def test_only_cluster_and_set_up_commands_are_not_run():
         "Run on a cluster",
         "Stop, and fail",
         "Add a method",
+        "Own model, own data",
         "Which numbers are reproducible",
     }
     assert {name for name in SECTIONS if fences(name, "bash")} == tested | {"The two lines"}
@@ -256,6 +258,19 @@ def test_add_a_method(tmp_path):
     (results,) = tmp_path.glob("runs/*/results.h5")
     with h5py.File(results) as file:
         assert set(file["bytes/up"][:].ravel()) == {0, 4 * 6240}
+
+
+def test_own_model(tmp_path):
+    (source,) = fences("Own model, own data", "python")
+    (tmp_path / source.partition("\n")[0].removeprefix("# ")).write_text(source)
+    assert "fingerprint: " in shell("Own model, own data", tmp_path)
+
+
+def test_the_methods_data_sets_partitions_and_models_are_all_named():
+    methods = re.findall(r"(?m)^\| `(\w+)` \| [a-z, ]+ \|", SECTIONS["Run something else"])
+    assert sorted(methods) == strategies.names()
+    named = re.findall(r"`([\w-]+)`", SECTIONS["Own model, own data"])
+    assert {*datasets.names(), *partition.names(), *config.MODELS} <= set(named)
 
 
 def expanded(name: str) -> set[str]:

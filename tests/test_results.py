@@ -13,16 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedapa_mpi.store.results import (
-    SECONDS,
-    Fingerprint,
-    Results,
-    RoundRecord,
-    accuracy_metrics,
-    comparable,
-    fingerprint,
-    score_arrays,
-)
+from fedapa_mpi.store.fingerprint import Fingerprint, comparable, fingerprint
+from fedapa_mpi.store.results import SECONDS, Results, RoundRecord, accuracy_metrics, score_arrays
 
 M, C = 3, 2
 NAN = float("nan")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import shard, simulate, tiny_shards
 
-from fedapa_mpi.comm.messages import Action, Order
+from fedapa_mpi.comm.orders import Action, Order
 from fedapa_mpi.scores import Scoreboard
 from fedapa_mpi.store.state import copy_of
 

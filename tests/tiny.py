@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fedapa_mpi import cli, leading, start, strategies, streams
-from fedapa_mpi.comm.messages import Action, Message, Order, copied
+from fedapa_mpi.comm.messages import Message, copied
+from fedapa_mpi.comm.orders import Action, Order
 from fedapa_mpi.comm.world import World
 from fedapa_mpi.data.federation import Shard, data_hash
 from fedapa_mpi.data.prepare import Federation
@@ -189,8 +190,7 @@ def simulate(folder: Path, argv: Sequence[str], shards: list[Shard] | None = Non
         mock.patch.object(leading, "prepare", return_value=federation),
         mock.patch.object(sys.stderr, "isatty", return_value=False),
     ):
-        assert leading.lead(settled, False, alone, StopFlag(), guard) == 0
-    settled.folder.unlock()  # a process of its own would end here
+        assert leading.lead(settled, alone, StopFlag(), guard) == 0
     return Run(folder)
 
 

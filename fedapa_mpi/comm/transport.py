@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fedapa_mpi.clock import Clock
-from fedapa_mpi.comm.messages import BLOCK, Envelope, Kind, Message, Order, pack, unpack
+from fedapa_mpi.comm.messages import BLOCK, Envelope, Kind, Message, pack, unpack
+from fedapa_mpi.comm.orders import Order
 from fedapa_mpi.comm.traffic import Traffic
 from fedapa_mpi.comm.waiting import Wait
 from fedapa_mpi.stopping import RankFailedError

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "mnist": {"model": "lenet5"},
     "cifar10": {"model": "lenet5"},
     "cifar100": {"model": "lenet5", "classes_per_client": 10},
+    "groups": {"model": "mlp", "batch_size": 16, "lr": 0.05},
 }
 
 
@@ -49,6 +50,11 @@ class Dataset:
 
 def names() -> tuple[str, ...]:
     """The built-in data sets."""
+    return (*_LOADERS, "groups")
+
+
+def partitioned() -> tuple[str, ...]:
+    """Those that are one set of samples, to be spread over clients by a partition."""
     return tuple(_LOADERS)
 
 
@@ -62,7 +68,7 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     and no network.
     """
     if name not in _LOADERS:
-        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(names())}")
+        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(_LOADERS)}")
     return _LOADERS[name](data_dir)
 
 
@@ -147,10 +153,11 @@ def _arrays(images: Any) -> tuple[np.ndarray, np.ndarray]:
 def _idx_dataset(name: str, source: Source, data_dir: str | None) -> Dataset:
     """A set of 10 classes of grey images in four IDX files (MNIST's format)."""
     paths = locate(source, data_dir)
-    for path, md5 in zip(paths, source.md5):
-        check(source, path, _content(path), md5)
-    x_train, y_train = _idx_pair(paths[0], paths[1])
-    x_test, y_test = _idx_pair(paths[2], paths[3])
+    contents = [_content(path) for path in paths]
+    for path, content, md5 in zip(paths, contents, source.md5):
+        check(source, path, content, md5)
+    x_train, y_train = _idx_pair(paths[:2], contents[:2])
+    x_test, y_test = _idx_pair(paths[2:], contents[2:])
     if x_train.shape[1:] != x_test.shape[1:]:
         raise ValueError(
             f"{paths[2]} holds images of shape {x_test.shape[1:]}, {paths[0]} of "
@@ -161,10 +168,11 @@ def _idx_dataset(name: str, source: Source, data_dir: str | None) -> Dataset:
     )
 
 
-def _idx_pair(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
+def _idx_pair(paths: list[Path], contents: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Images as uint8 [N, 1, H, W] and their labels as int64 [N]."""
-    x = read_idx(images, 3)
-    y = read_idx(labels, 1)
+    images, labels = paths
+    x = parse_idx(images, contents[0], 3)
+    y = parse_idx(labels, contents[1], 1)
     if len(x) != len(y):
         raise ValueError(
             f"{images} holds {len(x)} images, but {labels} {len(y)} labels: get both again"
@@ -174,15 +182,14 @@ def _idx_pair(images: Path, labels: Path) -> tuple[np.ndarray, np.ndarray]:
     return x[:, None], y.astype(np.int64)
 
 
-def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Read an IDX file of unsigned bytes, plain or gzip: uint8 with that many dimensions.
+def parse_idx(path: Path, content: bytes, dimensions: int) -> np.ndarray:
+    """The unpacked content of an IDX file of unsigned bytes: uint8 with that many dimensions.
 
     Layout: magic number 0, 0, 8 (unsigned byte), dimensions; then each size as a big-endian uint32;
-    then the values. torchvision's own reader does not open .gz.
+    then the values.
 
     Raises ValueError, naming the file, if it is anything else.
     """
-    content = _content(path)
     magic, header = bytes([0, 0, 8, dimensions]), 4 + 4 * dimensions
     if content[:4] != magic or len(content) < header:
         raise ValueError(
@@ -199,7 +206,10 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _content(path: Path) -> bytes:
-    """What a file holds, unpacked. Raises ValueError if it cannot be unpacked."""
+    """What a file holds, unpacked; torchvision's own reader does not open .gz.
+
+    Raises ValueError if it cannot be unpacked.
+    """
     content = path.read_bytes()
     try:
         return gzip.decompress(content) if path.suffix == ".gz" else content

@@ -1,6 +1,5 @@
 """One client's data: cut out on rank 0, sent as one message, normalised on the client's device."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedapa_mpi.data.datasets import Dataset
+from fedapa_mpi.data.hashes import client_hash, federation_hash
 from fedapa_mpi.data.partition import Partition
 
 
@@ -19,7 +19,7 @@ class Shard:
     Raises ValueError if samples and labels do not fit together.
     """
 
-    x: Tensor  # [n, ...] as stored (uint8), float32 after `on`
+    x: Tensor  # [n, ...] as stored (uint8 or float32), float32 after `on`
     y: Tensor  # int64 [n]
     x_test: Tensor  # [n_test, ...]
     y_test: Tensor  # int64 [n_test]
@@ -116,12 +116,14 @@ class Shard:
 
 def shards(dataset: Dataset, partition: Partition) -> list[Shard]:
     """Each client's own contiguous copy of its samples, in client order, in the source's dtype."""
+    x, x_test = partition.sources(dataset.x_train, dataset.x_test)
+    y, y_test = partition.sources(dataset.y_train, dataset.y_test)
     return [
         Shard(
-            x=_rows(dataset.x_train, train),
-            y=_rows(dataset.y_train, train),
-            x_test=_rows(dataset.x_test, test),
-            y_test=_rows(dataset.y_test, test),
+            x=_rows(x, train),
+            y=_rows(y, train),
+            x_test=_rows(x_test, test),
+            y_test=_rows(y_test, test),
             classes=dataset.classes,
             scale=dataset.scale,
             mean=dataset.mean,
@@ -131,17 +133,14 @@ def shards(dataset: Dataset, partition: Partition) -> list[Shard]:
     ]
 
 
-def data_hash(shards: Iterable[Shard]) -> str:
-    """Sha256 (hex) over names, dtypes, shapes and bytes of all shards, in the order given.
+def shard_hash(shard: Shard) -> str:
+    """Sha256 (hex) over the samples, labels, number of classes and normalisation of a client."""
+    return client_hash({name: t.cpu().numpy() for name, t in shard.message().items()})
 
-    Covers labels, number of classes and normalisation as well: equal hashes mean equal federations.
-    """
-    digest = hashlib.sha256()
-    for shard in shards:
-        for name, tensor in shard.message().items():
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-            digest.update(tensor.cpu().numpy().tobytes())
-    return digest.hexdigest()
+
+def data_hash(shards: Iterable[Shard]) -> str:
+    """Sha256 (hex) over all shards, in the order given: equal hashes mean equal federations."""
+    return federation_hash(map(shard_hash, shards))
 
 
 def _rows(array: np.ndarray, indices: np.ndarray) -> Tensor:

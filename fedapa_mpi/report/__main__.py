@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedapa_mpi.report import collect, formats
-from fedapa_mpi.report.collect import METRICS, POINTS, WHICH, Summary
+from fedapa_mpi.report.collect import METRICS, POINTS, WHICH, Setting, Summary
 from fedapa_mpi.report.formats import Table, number
 
 TITLES = {"micro": "micro", "macro": "macro", "worst10": "worst 10 %"}
@@ -23,10 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     asked = parser.parse_args(argv)
     try:
-        print(report(asked.runs, asked.format))
+        text = report(asked.runs, asked.format)
     except ValueError as error:
         print(f"fedapa-mpi: error: {error}", file=sys.stderr)
         return 2
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # as with | head; Python would complain again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -42,6 +47,9 @@ def report(paths: Sequence[Path], form: str = "terminal") -> str:
         print(f"{path.parent}: not finished, left out", file=sys.stderr)
     if not runs:
         raise ValueError("none of the runs has finished")
+    runs = collect.aligned(runs)
+    for line in collect.unequal(runs):
+        print(f"fedapa-mpi: warning: {line}", file=sys.stderr)
     summaries = collect.summarise(runs)
     if form == "csv":
         return _csv(summaries)
@@ -51,16 +59,18 @@ def report(paths: Sequence[Path], form: str = "terminal") -> str:
     ](tables)
 
 
-def _settings(summaries: Sequence[Summary]) -> list[tuple[tuple[str, object], ...]]:
+def _settings(summaries: Sequence[Summary]) -> list[Setting]:
     return list(dict.fromkeys(summary.setting for summary in summaries))
 
 
-def _tables(setting: tuple[tuple[str, object], ...], summaries: Sequence[Summary]) -> list[Table]:
+def _tables(setting: Setting, summaries: Sequence[Summary]) -> list[Table]:
     """One table per evaluation point, and one of costs."""
     mine = [summary for summary in summaries if summary.setting == setting]
     name = ", ".join(f"{field}={value}" for field, value in setting)
     seeds = sorted({seed for summary in mine for seed in summary.seeds})
-    over = f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
+    over = f"seed {seeds[0]}"
+    if len(seeds) > 1:
+        over = f"mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}"
     tables = [_accuracies(point, f"{name}; {over}", mine) for point in POINTS]
     costs = tuple(
         (s.method, *(number(s.mean[n], s.std[n], d) for n, d in
@@ -68,8 +78,8 @@ def _tables(setting: tuple[tuple[str, object], ...], summaries: Sequence[Summary
         for s in mine
     )  # fmt: skip
     columns = ("method", "bytes down", "bytes up", "training seconds")
-    return [*tables, Table(f"Cost of a round, all clients and ranks together; {name}", columns,
-                           costs)]  # fmt: skip
+    return [*tables, Table(f"Cost of a round, all clients and ranks together; {name}; {over}",
+                           columns, costs)]  # fmt: skip
 
 
 def _accuracies(point: str, name: str, summaries: Sequence[Summary]) -> Table:
@@ -83,9 +93,11 @@ def _accuracies(point: str, name: str, summaries: Sequence[Summary]) -> Table:
         (s.method, str(len(s.seeds)), *(number(s.mean[key], s.std[key]) for key in keys))
         for s in summaries
     )
+    broadcast = ("unsampled", "broadcast") in summaries[0].setting
+    others = "what the server would send them" if broadcast else "the model they hold"
     caption = (
         f"Test accuracy {point} ({when}), over all clients with test data, unsampled ones with "
-        f"the model they hold; {name}"
+        f"{others}; best: of all rounds, each column on its own; {name}"
     )
     return Table(caption, ("method", "seeds", *titles), rows)
 

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from fedapa_mpi import strategies
-from fedapa_mpi.config import RunConfig, field_names
+from fedapa_mpi.config import Experiment, RunConfig, field_names, meaningless
+
+Setting = tuple[tuple[str, Any], ...]
 
 POINTS = ("recv", "post")
 METRICS = ("micro", "macro", "worst10")
 WHICH = ("last", "best")
 # neither part of a setting nor of a method's name
-INCIDENTAL = {"seed", "strategy", "preset", *RunConfig.MAY_CHANGE} - {"rounds"}
+INCIDENTAL = {"seed", *RunConfig.MAY_CHANGE} - {"rounds"}
+SHOWN = ("dataset", "partition", "model", "clients", "rounds")  # even if they are the defaults
 
 
 @dataclass(frozen=True)
 class Run:
     """One finished run: what it was and what came out.
 
+    preset: those of the setting that the method's preset brought along.
+    partition: its hash.
     values: by "post/last/macro" and so on; accuracies, "down" and "up" bytes and "seconds" of a
     round.
     """
 
     path: Path
     method: str
-    setting: tuple[tuple[str, Any], ...]  # the run's flags that are not the defaults
+    setting: Setting  # the run's flags that are not the defaults
+    preset: frozenset[str]
     seed: int
+    partition: str
     values: dict[str, float]
 
 
@@ -41,33 +47,45 @@ class Summary:
     """One method in one setting. std is the sample standard deviation, NaN for a single seed."""
 
     method: str
-    setting: tuple[tuple[str, Any], ...]
+    setting: Setting
     seeds: tuple[int, ...]
     mean: dict[str, float]
     std: dict[str, float]
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """All results.h5 in or below the given folders, sorted.
+    """All results.h5 in or below the given folders, sorted, each once.
 
     Raises:
         ValueError: there are none below one of them.
     """
-    found: list[Path] = []
+    found: dict[Path, Path] = {}  # by what they really are
     for path in paths:
-        here = sorted(path.rglob("results.h5")) if path.is_dir() else []
-        if not here:
+        here = [path] if path.name == "results.h5" and path.is_file() else path.rglob("results.h5")
+        several = {file.resolve(): file for file in here}
+        if not several:
             raise ValueError(f"{path} holds no results.h5: name the folders of runs or of a sweep")
-        found += here
-    return sorted(dict.fromkeys(found))
+        found = several | found
+    return sorted(found.values())
 
 
 def read(path: Path) -> Run | None:
-    """One run's outcome; None if it has not finished."""
+    """One run's outcome; None if it has not finished.
+
+    Raises:
+        ValueError: the file is damaged, or none of ours.
+    """
+    try:
+        return _read(path)
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> Run | None:
     with h5py.File(path, "r", locking=False) as h5:
         if h5.attrs["status"] != "finished":
             return None
-        config = json.loads(h5.attrs["config"])
+        config = Experiment.from_flat(json.loads(h5.attrs["config"]))
         values: dict[str, float] = {}
         for point in POINTS:
             for metric in METRICS:
@@ -76,21 +94,49 @@ def read(path: Path) -> Run | None:
         for way in ("down", "up"):
             values[way] = float(h5[f"bytes/{way}"][:].sum(axis=1).mean())
         values["seconds"] = float(np.nansum(h5["seconds/compute"][:], axis=1).mean())
-    return Run(path, method_name(config), _setting(config), config["seed"], values)
+        partition = str(h5.attrs["partition_hash"])
+    setting = _setting(config)
+    preset = frozenset(name for name in _preset(config) if name in field_names(RunConfig))
+    return Run(path, method_name(config), setting, preset, config.run.seed, partition, values)
 
 
-def method_name(config: dict[str, Any]) -> str:
+def method_name(config: Experiment) -> str:
     """The strategy, with its own flags that differ from the defaults: fedapa:eta=0.1."""
-    Method = strategies.config_class(config["strategy"])
-    preset = config.get("preset", "paper")
-    base = {**_defaults(Method), **getattr(Method, "PRESETS", {}).get(preset, {})}
+    Method = type(config.method)
+    preset = getattr(config.method, "preset", "paper")
+    base = {**_defaults(Method), **_preset(config)}
     flags = [] if preset == "paper" else [f"preset={preset}"]
     flags += [
-        f"{name}={_text(config[name])}"
+        f"{name}={_text(getattr(config.method, name))}"
         for name in field_names(Method)
-        if name != "preset" and config[name] != base[name]
+        if name != "preset" and getattr(config.method, name) != base[name]
     ]
-    return config["strategy"] + (":" + ",".join(flags) if flags else "")
+    return config.strategy + (":" + ",".join(flags) if flags else "")
+
+
+def aligned(runs: Sequence[Run]) -> list[Run]:
+    """The runs, those with a preset in the setting of others from which only the preset differs."""
+    plain = list(dict.fromkeys(run.setting for run in runs if not run.preset))
+
+    def home(run: Run) -> Setting:
+        rest = _without(run.setting, run.preset)
+        near = [setting for setting in plain if _without(setting, run.preset) == rest]
+        return max(near, key=lambda setting: len({*setting} & {*run.setting}), default=rest)
+
+    return [replace(run, setting=home(run)) if run.preset else run for run in runs]
+
+
+def unequal(runs: Sequence[Run]) -> list[str]:
+    """One sentence for each seed of a setting whose runs did not have the same partition."""
+    found: dict[tuple[Setting, int], dict[str, str]] = {}
+    for run in runs:
+        found.setdefault((run.setting, run.seed), {}).setdefault(run.partition, run.method)
+    return [
+        f"seed {seed}: {' and '.join(methods.values())} did not have the same partition "
+        f"({', '.join(f'{name}={value}' for name, value in setting)})"
+        for (setting, seed), methods in found.items()
+        if len(methods) > 1
+    ]
 
 
 def summarise(runs: Sequence[Run]) -> list[Summary]:
@@ -101,7 +147,7 @@ def summarise(runs: Sequence[Run]) -> list[Summary]:
     return [_summary(method, setting, group) for (setting, method), group in groups.items()]
 
 
-def _summary(method: str, setting: tuple[tuple[str, Any], ...], group: list[Run]) -> Summary:
+def _summary(method: str, setting: Setting, group: list[Run]) -> Summary:
     seeds = [run.seed for run in group]
     if len(set(seeds)) != len(seeds):
         twice = [str(run.path.parent) for run in group if seeds.count(run.seed) > 1]
@@ -123,14 +169,21 @@ def _last_and_best(name: str, series: np.ndarray) -> dict[str, float]:
     return {name.format("last"): float(last), name.format("best"): float(best)}
 
 
-def _setting(config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What methods are compared under: the run's flags, without what a preset brings along."""
-    Method = strategies.config_class(config["strategy"])
-    preset = getattr(Method, "PRESETS", {}).get(config.get("preset", "paper"), {})
-    defaults = _defaults(RunConfig)
-    names = [n for n in field_names(RunConfig) if n not in INCIDENTAL and n not in preset]
-    shown = ("dataset", "partition", "model", "clients", "rounds")
-    return tuple((n, config[n]) for n in names if n in shown or config[n] != defaults[n])
+def _setting(config: Experiment) -> Setting:
+    """What methods are compared under: the run's flags, without those that have no effect."""
+    values, defaults = config.flat(), _defaults(RunConfig)
+    idle = {text.partition(" ")[0] for text in meaningless(config, field_names(RunConfig))}
+    names = [n for n in field_names(RunConfig) if n not in INCIDENTAL and n not in idle]
+    return tuple((n, values[n]) for n in names if n in SHOWN or values[n] != defaults[n])
+
+
+def _without(setting: Setting, names: Collection[str]) -> Setting:
+    return tuple((name, value) for name, value in setting if name not in names)
+
+
+def _preset(config: Experiment) -> dict[str, Any]:
+    preset = getattr(config.method, "preset", "paper")
+    return getattr(type(config.method), "PRESETS", {}).get(preset, {})
 
 
 def _defaults(config_class: type[Any]) -> dict[str, Any]:

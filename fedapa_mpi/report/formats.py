@@ -23,16 +23,18 @@ class Table:
 
 
 def terminal(tables: Sequence[Table]) -> str:
-    """Aligned by spaces, 160 characters wide at most."""
+    """Aligned by spaces; captions are broken at 160 characters, rows are not."""
     out = io.StringIO()
-    console = Console(file=out, width=160, highlight=False)
     for table in tables:
+        cells = zip(*(map(len, row) for row in (table.columns, *table.rows)))
+        width = max(160, sum(max(column) + 2 for column in cells))
+        console = Console(file=out, width=width, highlight=False, markup=False, emoji=False)
         grid = Grid(title=table.caption, title_justify="left", box=None, title_style="")
         for k, column in enumerate(table.columns):
             grid.add_column(column, justify="left" if k < table.left else "right", no_wrap=True)
         for row in table.rows:
             grid.add_row(*row)
-        console.print(grid, markup=False)
+        console.print(grid)
         console.print()
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -42,7 +44,8 @@ def markdown(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         rule = ["---"] * table.left + ["---:"] * (len(table.columns) - table.left)
-        lines = [table.columns, rule, *table.rows]
+        rows = [[cell.replace("|", r"\|") for cell in row] for row in table.rows]
+        lines = [table.columns, rule, *rows]
         parts.append("\n".join([table.caption, "", *("| " + " | ".join(r) + " |" for r in lines)]))
     return "\n\n".join(parts)
 
@@ -90,6 +93,7 @@ def number(mean: float, std: float, digits: int = 4) -> str:
 
 
 def _escaped(text: str) -> str:
-    for sign in "\\&%$#_{}":
-        text = text.replace(sign, {"\\": r"\textbackslash "}.get(sign, "\\" + sign))
-    return text.replace("±", r"$\pm$")
+    words = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum"}
+    signs = {sign: rf"\text{word}{{}}" for sign, word in words.items()}
+    signs |= {sign: "\\" + sign for sign in "&%$#_{}"} | {"±": r"$\pm$"}
+    return "".join(signs.get(sign, sign) for sign in text)

@@ -10,15 +10,15 @@ A public interface, R rounds by M clients by C classes:
     /seconds/{compute,wait,transfer,server,evaluation,checkpoint} [R, ranks]
     /A [R', M, M] of the rounds in /A_round [R']                  where the strategy has one
     /final/recv/...  /final/holdout/{recv,post}/...         measured once, after the last round
+    /groups [M]                               where it is known who belongs together
     /labels [M, C]   /test_samples [M]   attributes: format, status, fingerprint, config, ...
 
 NaN in /loss: did not train a step. -1 in /trained_by: nobody trained it (device -1: a CPU).
 """
 
-import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,8 @@ from typing import Any
 
 import h5py
 import numpy as np
-import torch
 
 from fedapa_mpi.store.folder import SteadyFile, replacing
-from fedapa_mpi.store.state import State
 
 FORMAT = 1
 SECONDS = ("compute", "wait", "transfer", "server", "evaluation", "checkpoint")
@@ -108,11 +106,13 @@ class Results:
         attributes: Mapping[str, Any],
         labels: np.ndarray,
         test_samples: np.ndarray,
+        groups: np.ndarray | None = None,
     ) -> "Results":
         """Write a file without rows, in place of one that may be there, and return its Results.
 
         `attributes` are str, int, float or, kept as JSON, dict; `labels` [M, C] counts training
-        samples by class, `test_samples` [M] the test samples. Raises OSError.
+        samples by class, `test_samples` [M] the test samples, `groups` [M] says which clients
+        belong together, if that is known. Raises OSError.
         """
         results = cls(path, len(labels), 0)
         defaults = {"format": FORMAT, "status": "running", "fingerprint": ""}
@@ -120,6 +120,8 @@ class Results:
             h5.attrs.update(_plain({**defaults, **attributes}))
             h5["labels"] = np.asarray(labels, np.int64)
             h5["test_samples"] = np.asarray(test_samples, np.int64)
+            if groups is not None:
+                h5["groups"] = np.asarray(groups, np.int64)
             for name, rows in _stack([_row(_no_round(len(labels)))]).items():
                 _extend(h5, name, rows[:0])
         return results
@@ -327,65 +329,3 @@ def _widened(rows: np.ndarray, width: tuple[int, ...]) -> np.ndarray:
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {k: json.dumps(v) if isinstance(v, dict) else v for k, v in attributes.items()}
-
-
-def comparable(rows: Rows) -> Rows:
-    """Return the part of `Results.rows` that depends neither on layout nor on time."""
-    names = ("round", "sampled", "answered", "loss", "bytes/", "test_loss/")
-    return {
-        name: rows[name]
-        for name in rows
-        if name.startswith(names) or (name.startswith("accuracy/") and name.endswith("/client"))
-    }
-
-
-class Fingerprint:
-    """sha256 of a run's outcome, fed in this order: server, clients by ascending id, metrics.
-
-    Covers names, types, shapes and bytes; names count in alphabetical order.
-    """
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-        self._position = (-1, 0)
-
-    def server(self, state: State) -> "Fingerprint":
-        """Take in the server's state."""
-        return self._state(0, 0, state)
-
-    def client(self, client: int, state: State) -> "Fingerprint":
-        """Take in one client's state. Raises ValueError if its turn is over."""
-        return self._state(1, client, state)
-
-    def metrics(self, metrics: Mapping[str, np.ndarray]) -> "Fingerprint":
-        """Take in arrays of numbers, as float64 in which any NaN is the same NaN."""
-        values = {name: np.array(metrics[name], np.float64) for name in metrics}
-        for value in values.values():
-            value[np.isnan(value)] = np.nan
-        return self._state(2, 0, {name: torch.from_numpy(values[name]) for name in values})
-
-    def hexdigest(self) -> str:
-        """Return the 64 hexadecimal digits of what was taken in so far."""
-        return self._sha.hexdigest()
-
-    def _state(self, part: int, client: int, state: State) -> "Fingerprint":
-        if (part, client) <= self._position:
-            raise ValueError(
-                f"fingerprint: (part, client) {(part, client)} after {self._position}; expected "
-                "the server, then clients by ascending id, then the metrics, each once"
-            )
-        self._position = (part, client)
-        self._sha.update(json.dumps([part, client, len(state)]).encode())
-        for name in sorted(state):
-            tensor = state[name].detach().cpu().contiguous()
-            self._sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-            self._sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return self
-
-
-def fingerprint(server: State, clients: Iterable[State], metrics: Mapping[str, np.ndarray]) -> str:
-    """Return the Fingerprint of states in client order and of metrics."""
-    digest = Fingerprint().server(server)
-    for client, state in enumerate(clients):
-        digest.client(client, state)
-    return digest.metrics(metrics).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+@cache
 def config_class(name: str) -> type[Any]:
     """The strategy's ``Config``, without importing torch: ``--help`` must not cost seconds.
 

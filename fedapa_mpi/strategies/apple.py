@@ -23,9 +23,8 @@ Evaluation: v_i, ``recv`` with the cores just downloaded, ``post`` with the new 
 
 Where the sources differ, and choices:
 
-* Core step. A step of c_i moves v_i by p_ii^2, about 1/M^2, of it, and all clients' steps together
-  by about 1/M. ``core_rate=clients`` multiplies --lr by M, as a public library does; ``plain`` is
-  the authors' code, which trains 800 epochs.
+* Core step. c_i learns with --lr, as in the authors' code; of a step, v_i sees the part p_ii^2. A
+  public library takes --lr times M and freezes p_i, with which training diverges once p_i moves.
 * Regulariser. With 1/2, as in the text; the authors' code drops it, so its mu counts twice ours.
 * Start. One common initial model, so that the first v_i is it; the authors' code draws a core per
   client (``initial_cores=own``). Cores not downloaded yet count as the client's own first one.
@@ -57,8 +56,6 @@ class Config:
 
     p_lr: float = 0.001
     """Learning rate of the relationships p_i."""
-    core_rate: Literal["clients", "plain"] = "clients"
-    """Learning rate of core models: --lr times the number of clients, or --lr."""
     mu: float = 0.1
     """Weight of the regulariser that holds p_i at its start."""
     loosen: float = 0.1
@@ -85,19 +82,20 @@ class Server(base.Server):
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup)
         M = setup.clients
-        self.core = torch.stack([models.vector(initial_core(setup, j)) for j in range(M)])  # [M, P]
-        self.wanted = torch.zeros(M, M, dtype=torch.bool)  # [M, M] row i: what client i gets next
+        owners = [streams.SERVER] if setup.config.initial_cores == "common" else range(M)
+        cores = torch.stack([initial_core(setup, j) for j in owners])
+        self.core = cores.expand(M, -1).clone()  # [M, P]
+        # [M, M] row i: whose cores client i gets next
+        self.wanted = torch.zeros(M, M, dtype=torch.bool, device=setup.device)
         for i in range(M):
-            others = [j for j in range(M) if j != i]
-            draw = streams.generator(setup.seed, i, 0, "wanted")
-            first = torch.randperm(M - 1, generator=draw)[: most(setup)]
-            self.wanted[i, torch.tensor(others, dtype=torch.int64)[first]] = True
+            order = torch.randperm(M, generator=streams.generator(setup.seed, i, 0, "wanted"))
+            self.wanted[i, order[order != i][: most(setup)]] = True
 
     def download(self, ids: Sequence[int], t: int) -> Iterator[tuple[int, Message]]:
         """The cores that each client wants, and p0 until it has answered."""
         for i in ids:
             wanted = self.wanted[i].nonzero()[:, 0]
-            message = {"ids": wanted, "core": self.core[wanted.to(self.core.device)]}
+            message = {"ids": wanted, "core": self.core[wanted]}
             yield i, message if self.joined[i] else message | {"p0": self._p0()}
 
     def aggregate(
@@ -127,20 +125,89 @@ class Client(base.Client):
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup)
         i, M, config = setup.client, setup.clients, setup.config
-        self.model = initial_core(setup, i)
-        self.core = nn.Parameter(models.vector(self.model))  # [P]
-        self.cores = models.vector(self.model).repeat(M, 1)  # [M, P] of the others:
-        self.cores[i] = 0  # row i stays 0
-        self.had = torch.eye(M, dtype=torch.bool)[i]  # [M] whose core is known
-        self.wanted = torch.zeros(M, dtype=torch.bool)  # [M] whose core to ask for
-        self.p0 = self.core.new_zeros(M).index_fill(0, torch.tensor(i), 1.0)  # until it comes
+        first = initial_core(setup, streams.SERVER if config.initial_cores == "common" else i)
+        models.set_vector(self.model, first)
+        self.core = nn.Parameter(first.clone())  # [P]
+        self.had = torch.arange(M, device=setup.device) == i  # [M] whose core is known
+        self.cores = first.repeat(M, 1)  # [M, P] those of others
+        self.cores[self.had] = 0  # row i stays 0
+        self.wanted = torch.zeros_like(self.had)  # [M] whose core to ask for
+        self.p0 = self.had.float()  # [M] until the server's comes
         self.p = nn.Parameter(self.p0.clone())  # [M]
         self.pull = 0.0  # mu lambda(r)
-        lr = setup.lr * (M if config.core_rate == "clients" else 1)
-        self.optimizer = SGD(
-            [{"params": [self.core], "lr": lr}, {"params": [self.p], "lr": config.p_lr}],
-            lr=lr,
-            momentum=setup.momentum,
-        )
+        groups = [{"params": [self.core]}, {"params": [self.p], "lr": config.p_lr}]
+        self.optimizer = SGD(groups, lr=setup.lr, momentum=setup.momentum)
 
-    ...
+    @torch.no_grad()
+    def receive(self, message: Message) -> None:
+        """Keeps the cores that came and forms v_i."""
+        self.cores[message["ids"]] = message["core"]
+        self.had[message["ids"]] = True
+        if "p0" in message:
+            self.p0.copy_(message["p0"])
+            self.p.copy_(message["p0"])
+        models.set_vector(self.model, self._mixture())
+
+    def train(self, t: int) -> float:
+        """E epochs on c_i and p_i, then v_i and the next wishes."""
+        config, L = self.setup.config, self.setup.config.loosen * self.setup.horizon
+        self.pull = config.mu * relaxation(t - 1, L, config.schedule)
+        self.optimizer.state.pop(self.p, None)
+        loss = super().train(t)
+        with torch.no_grad():
+            models.set_vector(self.model, self._mixture())
+        if most(self.setup) < self.setup.clients - 1:
+            self._choose(t)
+        return loss
+
+    def upload(self) -> Message:
+        """c_i, and with limited downloads whose cores to send next."""
+        message = {"core": self.core.detach().clone()}
+        limited = most(self.setup) < self.setup.clients - 1
+        return message | ({"wanted": self.wanted.clone()} if limited else {})
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Cross entropy of v_i, whose gradient reaches c_i and p_i, and the regulariser."""
+        named = dict(self.model.named_parameters())
+        parts = self._mixture().split([w.numel() for w in named.values()])
+        v = {name: part.view_as(named[name]) for name, part in zip(named, parts, strict=True)}
+        loss = F.cross_entropy(functional_call(self.model, v, (x,)), y)
+        if self.pull == 0:
+            return loss
+        return loss + self.pull / 2 * (self.p - self.p0).square().sum()
+
+    def _mixture(self) -> Tensor:
+        return self.p @ self.cores + self.p[self.setup.client] * self.core  # v_i [P]
+
+    def _choose(self, t: int) -> None:
+        setup, draw = self.setup, self.setup.generator(t, "wanted")
+        m, M = most(setup), setup.clients
+        new = (~self.had).cpu().nonzero()[:, 0]
+        new = new[torch.randperm(len(new), generator=draw)][:m]
+        strength = self.p.detach().abs().double().cpu()
+        base = max(1.5, m * t / M)
+        chance = (base ** (strength - strength.max())).nan_to_num(1.0).clamp_min(1e-30)
+        chance[new] = chance[setup.client] = 0
+        self.wanted.fill_(False)
+        self.wanted[new] = True
+        if len(new) < m:
+            self.wanted[torch.multinomial(chance, m - len(new), generator=draw)] = True
+
+
+def most(setup: base.Setup) -> int:
+    """How many core models a client downloads in a round."""
+    others = setup.clients - 1
+    return min(setup.config.downloads, others) or others
+
+
+def initial_core(setup: base.Setup, owner: int) -> Tensor:
+    """The parameters that the owner's stream draws, [P]; the server's are common to all."""
+    with streams.seeded(setup.seed, owner, 0, "model"):
+        return models.vector(setup.architecture().to(setup.device))
+
+
+def relaxation(r: int, L: float, schedule: str) -> float:
+    """lambda(r): 1 at r = 0, 0 from L on."""
+    if r >= L:
+        return 0.0
+    return (math.cos(math.pi * r / L) + 1) / 2 if schedule == "cosine" else 1e-3 ** (r / L)

@@ -118,7 +118,8 @@ class Client(fedavg.Client):
         self._set_top(torch.lerp(own, w, self.W))  # lerp is exact at 0 and at 1
         if not self.shard.n:
             return
-        batches, losses = self._slice(), []
+        batches = self._slice()
+        losses: list[float] = []  # of the last batch of each pass
         while not self._settled(losses):
             for batch in batches:
                 self.setup.poll()
@@ -137,7 +138,9 @@ class Client(fedavg.Client):
     def _gradient(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Cross entropy of a batch and its gradient in the top [Q]; the rest is frozen."""
         loss = self.loss(self.shard.x[batch], self.shard.y[batch])
-        return loss.detach(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, self._top())])
+        return loss.detach(), torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, self._top())]
+        )
 
     def _settled(self, losses: list[float]) -> bool:
         """Whether the mixing weights have had enough passes."""

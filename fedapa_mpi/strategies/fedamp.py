@@ -9,9 +9,9 @@ the attention-inducing function, xi [M, M] the weights, u_i = sum_j xi_ij w_j th
 State: the server keeps w [M, P], the floating-point buffers and xi; a client its model, its
 optimizer and u_i.
 Round: u_i goes down, E epochs of SGD on cross entropy + prox/2 ||w - u_i||^2 over all parameters,
-w_i comes up. ``form=attention``: xi_ij = alpha_k A'(d_ij) for j != i and xi_ii = 1 - their sum, with
-alpha_k = step * sigma / (M - 1), so that u_i is a convex combination. ``form=cosine`` is the paper's
-HeurFedAMP: xi_ii is fixed and the rest is shared out as softmax_j(scale * cos(w_i, w_j)).
+w_i comes up. ``form=attention``: xi_ij = alpha_k A'(d_ij) for j != i, xi_ii = 1 - their sum, with
+alpha_k = step * sigma / (M - 1), so that u_i is a convex combination. ``form=cosine`` (HeurFedAMP):
+xi_ii is fixed and the rest is shared out as softmax_j(scale * cos(w_i, w_j)).
 Clients that have not joined stand for the common initial model.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all parameters), and
 4 bytes each way for each element of the floating-point buffers.

@@ -81,11 +81,11 @@ class Server(base.Server):
     ) -> None:
         """One step for each pair (mean feature, class), in client and then class order."""
         super().aggregate(sent, uploads, t)
-        self.head.train()
+        self.head.eval()  # one pair has no batch statistics
         for upload in uploads.values():
-            for mean, c in zip(upload["mean"].split(1), upload["ids"].split(1)):
+            for mean, c in zip(upload["mean"], upload["ids"]):
                 self.optimizer.zero_grad()
-                F.cross_entropy(self.head(mean), c).backward()
+                F.cross_entropy(self.head(mean[None])[0], c).backward()
                 self.optimizer.step()
 
     def notices(self) -> list[str]:

@@ -10,7 +10,7 @@ State: the server keeps w and the floating-point buffers (it is FedAvg's server)
 student, its optimizer, p_i and z_i. Before a client's first round p_i is the initial model.
 Round: w goes down; E epochs of SGD on (1 - lam) cross entropy + lam R, where R draws the student to
 the frozen teacher p_i; then p_i = m p_i + (1 - m) w_i with m = min(mu z_i / Z, mu), so that p_i is
-w_i after the first round; w_i comes up and is averaged by sample count. Z = max(floor(T E[K]/M), 1).
+w_i after the first; w_i comes up and is averaged by sample count. Z = max(floor(T E[K] / M), 1).
 R: ``mmd`` is the squared maximum mean discrepancy of the batch's features (five Gaussian kernels,
 bandwidths 1/4 to 4 times the mean squared distance); ``kd`` the cross entropy of the student's
 answers to the teacher's, softened by temperature 4 on the teacher's side only.
@@ -108,10 +108,7 @@ class Client(base.Client):
         loss = F.cross_entropy(logits, y)
         if config.lam == 0 or (self.z == 0 and not config.teach_first):
             return loss
-        if config.teaching == "kd":
-            R = kd(logits, self.p(x))
-        else:
-            R = mmd(z, self.p.extractor(x))
+        R = kd(logits, self.p(x)) if config.teaching == "kd" else mmd(z, self.p.extractor(x))
         return (1 - config.lam) * loss + config.lam * R
 
     def predict(self, x: Tensor) -> Tensor:
