@@ -50,9 +50,8 @@ def _measured(
     """A first download, an upload, and the bytes of a client's model, gradient and momentum."""
     cpu = torch.device("cpu")
     client = parties.make_client(experiment, shape, 0, federation.shards[0], cpu, lambda: None)
-    server.welcome(
-        {i: {"n": torch.tensor(n)} | client.hello() for i, n in enumerate(federation.sizes)}
-    )
+    hello = client.hello()  # once: some train before they speak
+    server.welcome({i: hello | {"n": torch.tensor(n)} for i, n in enumerate(federation.sizes)})
     ((_, down),) = server.download([0], 1)
     parameters = sum(p.numel() * p.element_size() for p in client.model.parameters())
     # the state is there twice while a round may still be given up

@@ -87,7 +87,11 @@ def test_flat_and_back_through_json(strategy):
 # -- checks ----------------------------------------------------------------------------------------
 
 BAD = [
-    ({"dataset": "imagenet"}, r"dataset is imagenet, expected one of digits, fmnist"),
+    ({"dataset": "imagenet"}, r"dataset is imagenet, expected one of cifar10, .* as FILE.h5"),
+    ({"groups": 0}, r"groups is 0, expected at least 1"),
+    ({"dataset": "groups", "groups": 21}, r"groups is 21, expected at most clients, which is 20"),
+    ({"group_samples": 0}, r"group_samples is 0, expected at least 1"),
+    ({"group_noise": 0.0}, r"group_noise is 0.0, expected a finite number above 0"),
     ({"partition": "even"}, r"partition is even, expected one of dirichlet, iid, pathological"),
     ({"model": "vit"}, r"model is vit, expected one of cnn4, lenet5, mlp, resnet18, or your own"),
     *(

@@ -1,6 +1,8 @@
 """Data sets (built-in, IDX files, search order) and a client's shard."""
 
 import gzip
+import hashlib
+import pickle
 import socket
 import struct
 import subprocess
@@ -106,6 +108,7 @@ def test_importing_stays_cheap():
     """torch, torchvision and scikit-learn cost seconds per rank: none may come with the module."""
     code = (
         "import sys, fedapa_mpi.data.datasets, fedapa_mpi.data.partition;"
+        "import fedapa_mpi.data.faults, fedapa_mpi.data.groups, fedapa_mpi.data.__main__;"
         "print([m for m in ('torch', 'torchvision', 'sklearn') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -221,6 +224,130 @@ def test_installed_fashion_mnist():
     assert np.bincount(data.y_test).tolist() == [1000] * 10
     assert data.x_train.max() == 255
     assert data.x_train.mean() / 255 == pytest.approx(0.2860, abs=1e-4)  # the published mean
+
+
+# ---------------------------------------------------------------------------- MNIST and CIFAR
+
+
+def test_mnist_is_found_in_torchvisions_layout(nowhere, monkeypatch):
+    arrays = write_set(nowhere / "mine" / "MNIST/raw", packed=True)
+    monkeypatch.setattr(datasets, "MNIST", replace(sources.MNIST, md5=md5_of(arrays)))
+    data = load("mnist", str(nowhere / "mine"))
+    assert data.x_train.shape == (5, 1, 28, 28)
+    assert np.array_equal(data.y_test, arrays["t10k-labels-idx1-ubyte"])
+    assert (data.name, data.classes, data.mean, data.std) == ("mnist", 10, (0.5,), (0.5,))
+
+
+def md5_of(arrays: dict[str, np.ndarray]) -> tuple[str, ...]:
+    return tuple(hashlib.md5(idx(array)).hexdigest() for array in arrays.values())
+
+
+@pytest.mark.parametrize(("name", "title"), [("mnist", "MNIST"), ("fmnist", "Fashion-MNIST")])
+def test_idx_files_of_another_set_are_refused(nowhere, monkeypatch, name, title):
+    """MNIST and its successors have the same file names: the checksum tells them apart."""
+    monkeypatch.setattr(datasets, "FASHION_MNIST", FASHION_MNIST)
+    write_set(nowhere / "mine")
+    with pytest.raises(ValueError, match=rf"{title}'s is [0-9a-f]+: it is damaged or belongs to"):
+        load(name, str(nowhere / "mine"))
+
+
+CIFAR = {
+    "cifar10": (
+        sources.CIFAR10,
+        "labels",
+        {f"data_batch_{k}": 2 for k in range(1, 6)} | {"test_batch": 3},
+    ),
+    "cifar100": (sources.CIFAR100, "fine_labels", {"train": 6, "test": 4}),
+}
+
+
+def write_cifar(folder: Path, name: str, monkeypatch) -> dict[str, tuple[np.ndarray, list[int]]]:
+    """Small batches as the original archives hold them; torchvision is told their checksums."""
+    import torchvision.datasets
+
+    source, key, sizes = CIFAR[name]
+    rng = np.random.default_rng(5)
+    folder.mkdir(parents=True)
+    batches, md5 = {}, {}
+    for file, n in sizes.items():
+        x, y = rng.integers(0, 256, (n, 3072), dtype=np.uint8), rng.integers(0, 10, n).tolist()
+        batches[file] = x, y
+        content = pickle.dumps({"data": x, key: y, "batch_label": file}, protocol=2)
+        (folder / file).write_bytes(content)
+        md5[file] = hashlib.md5(content).hexdigest()
+    reader = getattr(torchvision.datasets, source.torchvision_class)
+    content = pickle.dumps({reader.meta["key"]: [f"class {c}" for c in range(10)]}, protocol=2)
+    (folder / reader.meta["filename"]).write_bytes(content)
+    meta = {**reader.meta, "md5": hashlib.md5(content).hexdigest()}
+    monkeypatch.setattr(reader, "meta", meta)
+    monkeypatch.setattr(reader, "train_list", [[f, md5[f]] for f, _ in reader.train_list])
+    monkeypatch.setattr(reader, "test_list", [[f, md5[f]] for f, _ in reader.test_list])
+    return batches
+
+
+@pytest.mark.parametrize("place", ["as downloaded", "anywhere"])
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar_batches_become_images(nowhere, monkeypatch, name, classes, place):
+    folder = nowhere / "mine" / CIFAR[name][0].folder
+    batches = write_cifar(folder, name, monkeypatch)
+    data = load(name, str(folder if place == "anywhere" else nowhere / "mine"))
+    *train, test = batches.values()
+    assert np.array_equal(
+        data.x_train, np.concatenate([x for x, _ in train]).reshape(-1, 3, 32, 32)
+    )
+    assert data.y_train.tolist() == [label for _, y in train for label in y]
+    assert np.array_equal(data.x_test, test[0].reshape(-1, 3, 32, 32))
+    assert (data.x_train.dtype, data.y_train.dtype) == (np.uint8, np.int64)
+    assert data.x_train.flags.c_contiguous
+    assert (data.classes, data.input_shape, data.scale) == (classes, (3, 32, 32), 255.0)
+    assert (data.mean, data.std) == ((0.5,), (0.5,))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_damaged_cifar_file_is_named_with_both_checksums(nowhere, monkeypatch, name):
+    folder = nowhere / "mine" / CIFAR[name][0].folder
+    *_, last = write_cifar(folder, name, monkeypatch)
+    content = (folder / last).read_bytes()
+    (folder / last).write_bytes(content[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"has the MD5 checksum .* damaged") as caught:
+        load(name, str(nowhere / "mine"))
+    assert str(folder / last) in str(caught.value)
+    assert hashlib.md5(content).hexdigest() in str(caught.value)
+
+
+def test_damaged_cifar_labels_file_is_named_too(nowhere, monkeypatch):
+    folder = nowhere / "mine" / sources.CIFAR10.folder
+    write_cifar(folder, "cifar10", monkeypatch)
+    (folder / "batches.meta").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"batches\.meta has the MD5 checksum"):
+        load("cifar10", str(nowhere / "mine"))
+
+
+@pytest.mark.parametrize(("name", "file"), [("mnist", "t10k-labels"), ("cifar10", "data_batch_5")])
+def test_missing_set_says_how_to_get_it(nowhere, name, file):
+    with pytest.raises(FileNotFoundError, match=f"no copy found.*{file}.*--data_dir"):
+        load(name, str(nowhere / "mine"))
+
+
+def test_cifar_archives_are_not_read_packed(nowhere, monkeypatch):
+    folder = nowhere / "mine" / sources.CIFAR100.folder
+    write_cifar(folder, "cifar100", monkeypatch)
+    (folder / "train").rename(folder / "train.gz")
+    with pytest.raises(FileNotFoundError, match="no copy found"):
+        load("cifar100", str(nowhere / "mine"))
+
+
+def test_each_source_names_the_files_that_torchvision_reads():
+    import torchvision.datasets
+
+    for source in (sources.CIFAR10, sources.CIFAR100):
+        reader = getattr(torchvision.datasets, source.torchvision_class)
+        listed = [file for file, _ in [*reader.train_list, *reader.test_list]]
+        assert list(source.files) == [*listed, reader.meta["filename"]]
+        assert source.folder == reader.base_folder
+    for source in (sources.MNIST, FASHION_MNIST):
+        reader = getattr(torchvision.datasets, source.torchvision_class)
+        assert {f"{file}.gz" for file in source.files} == {file for file, _ in reader.resources}
 
 
 # ---------------------------------------------------------------------------- damaged files
@@ -401,3 +528,19 @@ def test_digits_partition_becomes_shards():
     assert [set(shard.y.tolist()) for shard in dealt[:4]] == [{0, 1}] * 4
     assert all(set(shard.y_test.tolist()) <= set(shard.y.tolist()) for shard in dealt)
     assert sum(shard.n for shard in dealt) > 1347 - 20 * 2
+
+
+@pytest.mark.parametrize("name", ["pfllib-pat", "pfllib-dir"])
+def test_merged_partition_takes_rows_from_both_sets(name):
+    data = load("digits")
+    parts = partition.split(name, data.y_train, data.y_test, clients=10, seed=0)
+    dealt = shards(data, parts)
+    rows = np.concatenate([np.concatenate([s.x.numpy(), s.x_test.numpy()]) for s in dealt])
+    everything = np.concatenate([data.x_train, data.x_test])
+    assert rows.shape == everything.shape
+    assert sorted(map(bytes, rows)) == sorted(map(bytes, everything))
+    together = np.concatenate([data.y_train, data.y_test])
+    for shard, train, test in zip(dealt, parts.train, parts.test):
+        assert shard.y.tolist() == together[train].tolist()
+        assert shard.y_test.tolist() == together[test].tolist()
+        assert np.array_equal(shard.x.numpy(), everything[train])

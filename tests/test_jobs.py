@@ -99,6 +99,10 @@ if kind == "waiting":
         time.sleep(0.05)
     time.sleep(0.3)
     kind = "interrupted"
+if kind == "deaf":
+    folder.write_status("running", round=0, rounds=9)
+    note("running")
+    time.sleep(60)
 folder.write_status(kind, round=3, rounds=9, reason=os.environ.get("REASON", "SIGUSR1"))
 sys.exit({{"failed": 1, "running": 9}}.get(kind, 0))
 """
@@ -235,6 +239,18 @@ def test_before_the_status_file_the_launcher_is_killed(site, name, requeued):
     assert (site.signals(), site.requeued()) == ([], requeued)
 
 
+def test_the_second_ctrl_c_ends_at_once(site):
+    job = site.start("run.sbatch", KIND="deaf", job=None)
+    site.wait_for("running")
+    job.send_signal(signal.SIGINT)
+    site.wait_for("SIGUSR1")
+    assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=10)
+    assert "INT again: ending at once" in out
+    assert site.signals() == ["SIGUSR1"]
+
+
 def test_a_run_that_was_told_to_terminate_is_not_requeued(site):
     """As srun's tasks are by scancel, while the batch script may not hear of it."""
     rc, out = site.run("run.sbatch", REASON="SIGTERM")
@@ -346,22 +362,23 @@ def test_the_papers_cells(tmp_path):
             assert (alpha, classes) == ("0.1", None)
         else:
             assert (alpha, classes) == (None, "10" if flags["--dataset"] == "cifar100" else "2")
-        if cell[0] not in strategies.names() or flags["--dataset"] not in datasets.names():
+        known = cell[0] in strategies.names() and flags["--dataset"] in datasets.names()
+        sample = cell[0] == "fedapa" or flags["--dataset"] == "fmnist"  # each takes its time
+        if not (known and sample and flags["--seed"] == "2"):
             continue
-        asked = cli.resolve(cli.read(cell[: cell.index("--resume")]))
-        run = asked.run
+        run = cli.resolve(cli.Request(cell[0], tuple(cell[1 : cell.index("--resume")]))).run
         assert (run.clients, run.rounds, run.epochs, run.batch_size) == (20, 50, 2, 64)
         assert (run.lr, run.momentum, run.model) == (0.01, 0.9, "lenet5")
         assert (run.seed, run.partition) == (int(flags["--seed"]), flags["--partition"])
         read += 1
-    assert read >= 2 * 2 * 3
+    assert read >= 4
 
 
 def test_an_array_without_slurm_runs_its_cells_one_by_one(site):
     lists = {"STRATEGIES": "fedapa local", "SEEDS": "0", "PARTITIONS": "iid"}
     rc, out = site.run("sweep.sbatch", job=None, KIND="failed", **lists)
     assert rc == 1, out
-    assert [c.split()[5] for c in site.calls()] == ["fedapa", "local"]
+    assert [c.split()[6] for c in site.calls()] == ["fedapa", "local"]
 
 
 def test_what_an_array_refuses(site):
@@ -651,8 +668,7 @@ def test_what_cannot_run_is_said_once_and_not_requeued(cluster, tmp_path):
     )
     flag = Job(cluster, tmp_path, "run.sbatch", "--no_such_flag=1", **site_environment())
     for job, message in ((alone, "under srun use --mpi=pmi2"), (flag, "no_such_flag")):
-        facts = job.ended("FAILED")
-        assert facts["ExitCode"] == "2:0"
+        job.ended("FAILED")
         errors = [line for line in job.log().splitlines() if "fedapa-mpi: error:" in line]
         assert len(errors) == 1, job.log()
         assert message in errors[0]
@@ -682,9 +698,9 @@ def test_a_real_time_limit(cluster, tmp_path, undisturbed):
     job = Job(
         cluster,
         tmp_path,
-        *("run.sbatch", *SMALL, "--grace=50"),
+        *("run.sbatch", *SMALL),
         sbatch=["--time=2", "--signal=B:USR1@60"],
-        **slow(tmp_path, seconds=100),
+        **slow(tmp_path, seconds=75),
     )
     facts = job.cluster.wait(job.id, timeout=400)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.log()

@@ -143,14 +143,13 @@ def test_a_variant_s_own_value_goes_first():
 
 
 @pytest.mark.parametrize("more", [(), ("--min_train=20",)])
-@pytest.mark.parametrize("dataset", ["digits", "fmnist", "groups"])
+@pytest.mark.parametrize("dataset", ["digits", "fmnist"])
 def test_the_same_partition_for_every_method_of_a_seed(dataset, more):
-    if dataset == "groups" and more:
-        pytest.skip("nothing to be dealt")
     presets = [
         f"{name}:preset={preset}"
         for name in strategies.names()
         for preset in getattr(strategies.config_class(name), "PRESETS", {})
+        if hasattr(strategies.config_class(name), "preset")
     ]
     assert "fedapa:preset=official" in presets
     found = cells("--strategies", ",".join(["all", *presets]), "--dataset", dataset, *more)
@@ -383,7 +382,6 @@ def test_ranks_give_the_bits_of_one_process(launch, right):
     ("name", "flags"),
     [
         ("local-dirichlet-seed1", ("local", "--partition=dirichlet", "--seed=1")),
-        ("fedavg-pathological-seed0", ("fedavg",)),
         (
             "fedapa_preset=official-dirichlet-seed0",
             ("fedapa", "--preset=official", "--partition=dirichlet",
@@ -397,7 +395,8 @@ def test_a_run_of_its_own_gives_the_same_bits(tmp_path, right, name, flags):
 
 
 @pytest.fixture(scope="module")
-def every_method(launch):
+def every_method(tmp_path_factory):
+    launch = Launcher(tmp_path_factory.mktemp("methods"), ("--clients=4", "--rounds=2"), "sweep")
     return launch(None, "--strategies=all,fedapa:preset=official", "--partitions=dirichlet",
                   "--alpha=0.3", "--seeds=5", timeout=300)  # fmt: skip
 
@@ -465,7 +464,7 @@ SECOND_RUN = {"FAULT_TURN": "2"}
 def test_a_run_that_fails_is_reported_and_no_other_is_lost(launch, right, mpi, ranks):
     ended = launch(ranks, STRATEGIES, "--seeds=0", fault="raise:train:2:2", mpi=mpi,
                    env=SECOND_RUN)  # fmt: skip
-    rank = 0 if ranks is None else 1  # clients 0 and 3 are at rank 2
+    rank = 0 if ranks is None else 2  # larger clients are given out first
     reason = f"rank {rank}, client 2, round 2: RuntimeError: the injected error"
     failed_in_the_middle(launch, right, ended, reason, mpi, ranks)
 

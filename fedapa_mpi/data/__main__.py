@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[0] not in commands:
             raise ValueError(f"{words[0]!r} is no command, expected one of {', '.join(commands)}")
         return commands[words[0]](words[1:])
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"fedapa-mpi: error: {error}", file=sys.stderr)
         return 2

@@ -171,7 +171,7 @@ def _not_finite(h5: h5py.File) -> Iterator[str]:
             x = group.get(f"{split}/x") if isinstance(group, h5py.Group) else None
             if not isinstance(x, h5py.Dataset) or x.dtype.kind != "f" or not x.size:
                 continue
-            wrong = not_finite(x[:])
+            wrong = not_finite(np.asarray(x[()]))
             if wrong.size:
                 sample = wrong[0] // (x.size // x.shape[0]) if x.shape else 0
                 yield (

@@ -20,6 +20,7 @@ METRICS = ("micro", "macro", "worst10")
 WHICH = ("last", "best")
 # neither part of a setting nor of a method's name
 INCIDENTAL = {"seed", *RunConfig.MAY_CHANGE} - {"rounds"}
+DEALING = ("min_train", "min_test")  # parts of a preset that belong to the partition
 SHOWN = ("dataset", "partition", "model", "clients", "rounds")  # even if they are the defaults
 
 
@@ -101,15 +102,18 @@ def _read(path: Path) -> Run | None:
 
 
 def method_name(config: Experiment) -> str:
-    """The strategy, with its own flags that differ from the defaults: fedapa:eta=0.1."""
-    Method = type(config.method)
+    """The strategy, with its own flags that differ from the defaults: fedapa:eta=0.1.
+
+    Flags of the run that the strategy's preset sets are its own, too.
+    """
     preset = getattr(config.method, "preset", "paper")
-    base = {**_defaults(Method), **_preset(config)}
+    base = {**_defaults(type(config.method)), **_preset(config)}
+    values = config.flat()
     flags = [] if preset == "paper" else [f"preset={preset}"]
     flags += [
-        f"{name}={_text(getattr(config.method, name))}"
-        for name in field_names(Method)
-        if name != "preset" and getattr(config.method, name) != base[name]
+        f"{name}={_text(values[name])}"
+        for name in base
+        if name not in ("preset", *DEALING) and values[name] != base[name]
     ]
     return config.strategy + (":" + ",".join(flags) if flags else "")
 

@@ -5,27 +5,27 @@ for Personalized Federated Learning", AAAI 2023.
 
 Letters: w [P] the global model, w_i [P] what client i had after its last training, W_i [Q] its
 mixing weights in [0, 1] for the top p tensors (the last p of the model, Q elements), eta their
-step size, s the share of the training data in percent that they learn from.
+step size, s the share of its training data, in percent, that they learn from.
 State: the server keeps w; a client its model, its optimizer, W_i (ones at first) and how often
 it has received a model.
 Round: w goes down. At the first contact it replaces the model. Later the tensors below the top
 are replaced, and the top becomes w_hat = w_i + (w - w_i) * W_i. W_i learns from s % of the data,
-drawn anew each time, in batches: W_i = clip(W_i - eta g * (w - w_i), 0, 1) with g the gradient of
-cross entropy in w_hat, and w_hat is formed again. The first time, passes over that data repeat
-until the last losses (of the last batch of each pass) of ``window`` passes deviate by less than
+drawn anew each time, batch by batch: W_i = clip(W_i - eta g * (w - w_i), 0, 1), with g the gradient
+of cross entropy in w_hat, then w_hat is formed again. The first time, passes over that data repeat
+until the losses (of the last batch) of the last ``window`` passes have a standard deviation below
 ``threshold``; later there is one pass. Then E epochs of SGD on all parameters; w_i comes up and
 is averaged as in FedAvg.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all parameters), and 4
 bytes each way for each element of the floating-point buffers.
-Defaults: p = 2 tensors, the last layer (the paper says one layer), s = 80, eta = 1 and the
-threshold 0.1 of the authors' code (the paper: 0.01).
+Defaults: p = 2, weight and bias of the last layer (in the paper p = 1 layer), s = 80, eta = 1 and
+the threshold 0.1 of the authors' code (the paper: 0.01).
 Evaluation: ``recv`` is the mixed model before training, the authors' point; ``post`` after it.
 Held-out clients start from w: for them it is the first contact.
-Deviations: the authors' code mixes at all clients in every round, here at the sampled ones. It
-takes the contact for the first if w equals w_i in one tensor; here contacts are counted. Its s %
-lie next to each other in data that may be sorted by class; here they are drawn. Its first phase
-may never end; here it ends after ``max_passes``, with a warning. Its p = 0 means all tensors. While
-W_i learns, the model is in evaluation mode: BatchNorm statistics, replaced by the global ones, stay.
+Deviations: the authors' code mixes at all clients in each round, here only those sampled do. It
+knows the first contact by w = w_i in one tensor; here contacts are counted. Its s % are neighbours
+in data that may be sorted by class; here they are drawn. Its first phase may never end; here it
+does after ``max_passes``, with a warning. Its p = 0 means all tensors. While W_i learns, the model
+is in evaluation mode, so that BatchNorm keeps the global statistics.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Client(base.Client):
 
 
 def mmd(z: Tensor, z_teacher: Tensor) -> Tensor:
-    """Squared MMD between two batches of features, [B, D] each; 0 if they are equal."""
+    """Squared MMD between two batches of features, [B, D] each."""
     B = len(z)
     both = torch.cat([z, z_teacher])
     # differences, not products: equal features are at distance 0

@@ -3,32 +3,30 @@
 A. Shamsian, A. Navon, E. Fetaya, G. Chechik, "Personalized Federated Learning using
 Hypernetworks", ICML 2021.
 
-Letters: v_i [e] the embedding of client i, V all of them [M, e], psi the other parameters of the
-hypernetwork HN, w_i = HN(v_i; psi) [P] what is generated, w~_i the same after local training.
-HN: Linear(e, H), then n_h times ReLU and Linear(H, H), then Linear(H, P), which is one linear map
-for each tensor of the model; M e + (e + 1) H + n_h (H + 1) H + (H + 1) P parameters.
-State: the server keeps HN, V included, and its optimizer; a client its model and its optimizer.
+Letters: v_i [e] the embedding of client i, psi the other parameters of the hypernetwork HN,
+w_i = HN(v_i; psi) [P] what is generated, w~_i the same after local training. HN is Linear(e, H),
+n_h times ReLU and Linear(H, H), then Linear(H, P): one linear map for each tensor of the model.
+State: the server keeps HN, embeddings included, and its optimizer; a client its model and its
+optimizer. HN has about (H + 1) P parameters and is never sent.
 Round: w_i goes down; E epochs of SGD on cross entropy, gradient clipped to norm 50; w~_i comes up.
-The server forms delta_i = w_i - w~_i, received minus trained, which is the gradient of
-1/2 ||HN(v_i) - w~_i||^2 in HN(v_i), and pulls it back to psi and V through the graph of HN, made
-again while psi is still what it was. In parallel order one step follows, with the mean over the
-clients that answered; in sequential order (``--order sequential``) there is one step per client.
-That step clips the gradient to norm 50 and is SGD with momentum and weight decay. Nothing else
-is averaged, sample counts play no role.
-``share=extractor`` is the paper's pFedHN-PC: HN makes the extractor, the head stays with the client.
+delta_i = w_i - w~_i, received minus trained, is the gradient of 1/2 ||HN(v_i) - w~_i||^2 in
+HN(v_i); it is pulled back to psi and v_i through the graph of HN, made again with unchanged psi.
+Then one step along the mean over all who answered (``--order parallel``), or one per client in turn
+(``sequential``): clipped to norm 50, SGD with momentum and weight decay. Nothing else is averaged,
+sample counts play no role. ``share=extractor`` is the paper's pFedHN-PC with a private head.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: parameters of the whole
 model, with ``share=extractor`` of the extractor).
-Defaults: e = 1 + floor(M / 4), H = 100, n_h = 3, step 0.01, momentum 0.9, weight decay 0.001, clipping
-at 50: the authors'.
+Defaults, the authors': e = 1 + floor(M / 4), H = 100, n_h = 3, step 0.01, momentum 0.9, decay
+0.001, and clients whose momentum starts anew in each round (``--client_opt reset``): carried over
+from another model it enters delta; measured on the digits, sequential order then diverges.
 Evaluation: ``recv`` is the generated model, the authors' point; ``post`` after local training.
 Held-out clients: not available. They have no embedding, and learning one takes many rounds.
-Deviations: the authors handle one client per step, and 5000 of them. Here local training is that
-of the other strategies (learning rate, momentum, E epochs, ``--client_opt``); theirs is 50 random
-batches with weight decay 5e-5 and a fresh optimizer. The paper's figure has the sign of delta the
-other way round, which would climb; the code and this file agree. As in the code the step is dense:
-embeddings of clients that did not take part have no gradient, but weight decay and momentum move
-them too. Buffers (BatchNorm) are not generated and stay with the client. The initial model is what
-HN makes at first, not the one that the other strategies start from.
+Deviations: clients train as with any strategy (learning rate, momentum, E epochs; authors: 50
+batches at 0.005, weight decay 5e-5), and K clients share a step (authors: one client per step, as
+in ``sequential``, 5000 steps). The paper's figure has delta the other way round, which would climb;
+its code has it as here. As in that code the step is dense: embeddings of clients that did not
+take part have no gradient, but momentum and weight decay move them. Buffers (BatchNorm) are not
+generated and stay with the client. The first models are HN's, not the other strategies' common one.
 """
 
 from __future__ import annotations
@@ -44,6 +42,7 @@ from fedapa_mpi import models, streams
 from fedapa_mpi.sgd import SGD
 from fedapa_mpi.strategies import base
 from fedapa_mpi.strategies.base import Message
+from fedapa_mpi.strategies.fedapa import shared_part
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class Config:
     """Largest norm of a gradient, at the server and at a client."""
 
     ORDERS: ClassVar = ("parallel", "sequential")
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"client_opt": "reset"}}
 
     def __post_init__(self) -> None:
         if self.embedding is not None and self.embedding < 1:
@@ -118,10 +118,13 @@ class Server(base.Server):
         self.optimizer.step()
 
     def notices(self) -> list[str]:
-        """Says that without steps nothing is learned from one round to the next."""
-        if self.setup.config.hn_lr:
-            return []
-        return ["hn_lr=0: the hypernetwork never learns, clients get the same models every round"]
+        """Settings under which nothing is learned, or the wrong thing."""
+        notices = []
+        if not self.setup.config.hn_lr:
+            notices.append("hn_lr=0: nothing is learned, clients get the same models every round")
+        if self.setup.client_opt == "persist":
+            notices.append("client_opt=persist: momentum of earlier models misleads the server")
+        return notices
 
 
 class Client(base.Client):
@@ -171,8 +174,3 @@ class ClippedSGD(SGD):
         """One step along the clipped gradients."""
         nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], self.clip)
         return super().step(closure)
-
-
-def shared_part(model: models.SplitModel, config: Config) -> nn.Module:
-    """What is generated and travels: the whole model, or the extractor alone."""
-    return model if config.share == "model" else model.extractor
