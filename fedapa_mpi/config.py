@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fedapa_mpi import strategies
+from fedapa_mpi.checks import at_least, check_device, names_own_model, need, one_of
 from fedapa_mpi.data import datasets, fedfile, partition
 from fedapa_mpi.stopping import parse_duration
 
@@ -127,25 +128,25 @@ class RunConfig:
     }
 
     def __post_init__(self) -> None:
-        _need(
+        need(
             self.dataset in datasets.names() or fedfile.is_path(self.dataset),
             "dataset",
             self.dataset,
             f"one of {', '.join(sorted(datasets.names()))}, or a federation as FILE.h5 "
             f"(see python -m fedapa_mpi.data --help)",
         )
-        _one_of("partition", self.partition, partition.names())
-        _need(
-            self.model in MODELS or _names_own_model(self.model),
+        one_of("partition", self.partition, partition.names())
+        need(
+            self.model in MODELS or names_own_model(self.model),
             "model",
             self.model,
             f"one of {', '.join(MODELS)}, or your own as package.module:factory (no file name)",
         )
         for field in ("clients", "epochs", "batch_size", "rounds", "threads", "eval_every"):
-            _at_least(field, getattr(self, field), 1)
+            at_least(field, getattr(self, field), 1)
         for field in ("groups", "group_samples"):
-            _at_least(field, getattr(self, field), 1)
-        _need(
+            at_least(field, getattr(self, field), 1)
+        need(
             self.dataset != "groups" or self.groups <= self.clients,
             "groups",
             self.groups,
@@ -159,18 +160,18 @@ class RunConfig:
             "holdout_clients",
             "classes_per_client",
         ):
-            _at_least(field, getattr(self, field), int(field == "classes_per_client"))
-        _at_least("keep", self.keep, 2)
+            at_least(field, getattr(self, field), int(field == "classes_per_client"))
+        at_least("keep", self.keep, 2)
         for field in ("fraction", "alpha", "lr", "group_noise"):
             value = getattr(self, field)
-            _need(0 < value < math.inf, field, value, "a finite number above 0")
-        _need(self.fraction <= 1, "fraction", self.fraction, "at most 1")
-        _need(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
-        _need(0 <= self.dropout <= 1, "dropout", self.dropout, "a probability in [0, 1]")
+            need(0 < value < math.inf, field, value, "a finite number above 0")
+        need(self.fraction <= 1, "fraction", self.fraction, "at most 1")
+        need(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
+        need(0 <= self.dropout <= 1, "dropout", self.dropout, "a probability in [0, 1]")
         for field in ("join_low", "join_high"):
             value = getattr(self, field)
-            _need(0 <= value <= 1, field, value, "a share of the clients in [0, 1]")
-        _need(
+            need(0 <= value <= 1, field, value, "a share of the clients in [0, 1]")
+        need(
             self.join_low <= self.join_high,
             "join_low",
             self.join_low,
@@ -178,10 +179,10 @@ class RunConfig:
         )
         for field in ("grace", "watchdog"):
             value = getattr(self, field)
-            _need(value is None or 0 < value < math.inf, field, value, "seconds above 0")
-        _check_device("device", self.device, "auto")
-        _check_device("server_device", self.server_device)
-        _need(
+            need(value is None or 0 < value < math.inf, field, value, "seconds above 0")
+        check_device("device", self.device, "auto")
+        check_device("server_device", self.server_device)
+        need(
             bool(self.points)
             and set(self.points) <= {"recv", "post"}
             and len(set(self.points)) == len(self.points),
@@ -190,7 +191,7 @@ class RunConfig:
             "recv, post or recv,post",
         )
         every = self.checkpoint_every
-        _need(
+        need(
             every == "auto" or (every.isdecimal() and int(every) > 0),
             "checkpoint_every",
             every,
@@ -291,29 +292,3 @@ def field_names(config_class: type[Any]) -> tuple[str, ...]:
 
 def _only(values: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
     return {name: values[name] for name in field_names(config_class) if name in values}
-
-
-def _need(condition: bool, field: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"{field} is {value}, expected {expected}")
-
-
-def _at_least(field: str, value: int, least: int) -> None:
-    _need(value >= least, field, value, f"at least {least}")
-
-
-def _one_of(field: str, value: str, known: Iterable[str]) -> None:
-    _need(value in known, field, value, f"one of {', '.join(sorted(known))}")
-
-
-def _names_own_model(value: str) -> bool:
-    """Whether a value looks like ``package.module:factory``; rank 0 looks later what it is."""
-    module, _, factory = value.partition(":")
-    words = module.split(".")
-    return all(map(str.isidentifier, [*words, factory])) and words[-1] != "py"
-
-
-def _check_device(field: str, value: str, *others: str) -> None:
-    kind, _, index = value.partition(":")
-    good = value in ("cpu", "cuda", *others) or (kind == "cuda" and index.isdecimal())
-    _need(good, field, value, " or ".join((*others, "cpu", "cuda", "cuda:N")))

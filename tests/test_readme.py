@@ -43,7 +43,8 @@ SHORTER = {
     r"timeout --signal=USR1 20\b": "timeout --signal=USR1 6",
 }
 CLUSTER = re.compile(
-    r"module load|#SBATCH|cifar|rsync|(?m:^(LIST=1 .*|STRATEGIES=.*)?(sbatch|squeue|scancel|bash jobs/))"
+    r"module load|#SBATCH|cifar|rsync|"
+    r"(?m:^(LIST=1 .*|STRATEGIES=.*)?(sbatch|squeue|scancel|bash jobs/))"
 )
 OPENMPI = {  # in case the environment's MPI is Open MPI: as root, and more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

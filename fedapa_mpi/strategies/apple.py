@@ -7,8 +7,8 @@ Letters: c_j [P] the core model of client j, p_i [M] the directed relationships 
 sent), p0 = (n_j / N)_j their start, v_i = sum_j p_ij c_j the personalised model, T the horizon.
 
 State: the server keeps core [M, P] and wanted [M, M]; a client c_i, p_i, their optimizer, v_i (its
-model) and the cores it has downloaded. That is (M + 1) P numbers per client, and the server has
-(M - 1) P in memory for each client that it sends to.
+model) and the cores it has downloaded. Memory: (M + 3) P numbers per client, twice that while it
+trains; on the server M P, and in a round k P for each sampled client (k: cores that it gets).
 Round: cores of others go down, all or ``downloads`` of them; for each batch v_i is formed anew and
 its gradient reaches c_i and p_i only: p_ii g and <g, c_j>, plus mu lambda(r) (p_i - p0) from the
 regulariser mu/2 lambda(r) ||p_i - p0||^2. lambda falls from 1 in the first round and is 0 from
@@ -23,8 +23,8 @@ Evaluation: v_i, ``recv`` with the cores just downloaded, ``post`` with the new 
 
 Where the sources differ, and choices:
 
-* Core step. c_i learns with --lr, as in the authors' code; of a step, v_i sees the part p_ii^2. A
-  public library takes --lr times M and freezes p_i, with which training diverges once p_i moves.
+* Core step. c_i learns with --lr, as in the authors' code, and v_i sees p_ii^2 of each step. A public
+  library takes --lr times M and freezes p_i; on the digits that diverges.
 * Regulariser. With 1/2, as in the text; the authors' code drops it, so its mu counts twice ours.
 * Start. One common initial model, so that the first v_i is it; the authors' code draws a core per
   client (``initial_cores=own``). Cores not downloaded yet count as the client's own first one.

@@ -15,9 +15,9 @@ Round: w goes down; zbar_i = 0; E epochs of SGD on w and b_i (no momentum for b_
 CE(h(phi; z + b_i)) + kappa mean_D 1/2 (zbar_i - zbar_g)^2, zbar_i with the batch in it, whose
 gradient flows through that batch only; w_i comes up and is averaged as in FedAvg.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all parameters), and 4
-bytes each way for each element of the floating-point buffers; 4 D more down until the client has
-answered for the first time.
-Defaults: kappa 50 and mu 1 of the authors' run script; those in their code and in a library
+bytes each way per element of floating-point buffers; 4 D more down until its first answer.
+Defaults: kappa 50 and mu 1 of the authors' run script, where D = 512. A feature feels kappa / D:
+with other D, kappa = 50 D / 512 is as strong. The defaults in their code and in a library
 (kappa 0, mu 0.1) leave no pull.
 Evaluation: h(phi; z + b_i); ``recv`` with the global w, ``post`` after local training.
 Held-out clients start from w and zbar_g, with b_i = 0.
