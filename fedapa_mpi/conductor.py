@@ -58,6 +58,7 @@ class Conductor:
     done: int = 0  # rounds finished
     fingerprint: str = ""
     final: dict[str, np.ndarray] = field(default_factory=dict)  # measured after the last round
+    _in_round: bool = False  # there is nothing to give up before the first one
     _saved: int = -1  # round of the newest checkpoint
     _started: float = field(default_factory=time.monotonic)
     _saving: float = 0.0  # seconds spent on checkpoints
@@ -139,6 +140,7 @@ class Conductor:
             self.place.round = t
             self._round_started = time.monotonic()
             self._skipped.clear()
+            self._in_round = True
             yield self._order(t)
         if not self.asked_to_stop():
             self.place.round = self.run.rounds + 1
@@ -152,7 +154,7 @@ class Conductor:
 
     def out_of_time(self) -> bool:
         """Whether the round under way is to be given up."""
-        return self.asked_to_stop() and self.flag.expired(self.run.grace)
+        return self._in_round and self.asked_to_stop() and self.flag.expired(self.run.grace)
 
     def _order(self, t: int) -> Order:
         run = self.run

@@ -73,7 +73,8 @@ class Crew:
         self._train(i, t)
         if "post" in order.points:
             self._note(i, "post", self._score(i, t))
-        return client.upload()
+        with self._clock.span("compute"), self._streams(i, t, "upload"):
+            return client.upload()
 
     def evaluate_held(self, i: int, t: int) -> None:
         """Scores an unsampled client with the model it holds."""

@@ -8,7 +8,7 @@ import torch
 
 from fedapa_mpi import parties
 from fedapa_mpi.comm import placement
-from fedapa_mpi.comm.messages import Message
+from fedapa_mpi.comm.messages import Message, copied
 from fedapa_mpi.comm.placement import Seat
 from fedapa_mpi.config import Experiment
 from fedapa_mpi.console import Console
@@ -47,15 +47,22 @@ def show(
 def _measured(
     experiment: Experiment, shape: Shape, federation: Federation, server: Server
 ) -> tuple[Message, Message, int]:
-    """A first download, an upload, and the bytes of a client's model, gradient and momentum."""
+    """A download, an upload, and the bytes of a client's model, gradient and momentum.
+
+    The download is the one after a first round of client 0: before it some servers have nothing.
+    """
     cpu = torch.device("cpu")
     client = parties.make_client(experiment, shape, 0, federation.shards[0], cpu, lambda: None)
     hello = client.hello()  # once: some train before they speak
     server.welcome({i: hello | {"n": torch.tensor(n)} for i, n in enumerate(federation.sizes)})
-    ((_, down),) = server.download([0], 1)
+    ((_, first),) = server.download([0], 1)
+    client.receive(copied(first))
+    up = client.upload()
+    server.aggregate({0: first}, {0: up}, 1)
+    ((_, down),) = server.download([0], 2)
     parameters = sum(p.numel() * p.element_size() for p in client.model.parameters())
     # the state is there twice while a round may still be given up
-    return down, client.upload(), 2 * nbytes(client.state_dict()) + 3 * parameters
+    return down, up, 2 * nbytes(client.state_dict()) + 3 * parameters
 
 
 def _shard_bytes(federation: Federation, shape: Shape) -> list[int]:

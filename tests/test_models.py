@@ -171,3 +171,19 @@ def test_batchnorm_is_found_at_any_depth():
     assert models.has_batchnorm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(3))))
     assert not models.has_batchnorm(tiny_model())
     assert not models.has_batchnorm(nn.Sequential(nn.LayerNorm(3)))
+
+
+@pytest.mark.parametrize(
+    ("head", "D"),
+    [
+        (nn.Linear(5, 3), 5),
+        (nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)), 7),
+    ],
+)
+def test_feature_size(head, D):
+    assert models.feature_size(models.SplitModel(nn.Identity(), head)) == D
+
+
+def test_feature_size_of_a_head_that_does_not_tell():
+    with pytest.raises(ValueError, match=r"the head, a Identity, has no weight matrix"):
+        models.feature_size(models.SplitModel(nn.Linear(2, 3), nn.Identity()))

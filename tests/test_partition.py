@@ -432,7 +432,7 @@ def test_pfllib_split_is_random_and_not_stratified():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("pfllib-pat", {"min_test": 3000}, "test samples each need 60000, .* has 17500.*--min_test"),
+        ("pfllib-pat", {"min_test": 3000}, "samples each need 60000, .* has 17500.*--min_test"),
         ("pfllib-pat", {"clients": 5000, "classes_per_client": 3, "min_train": 10},
          r"its rule does not give each of 5000 .* 10 training and 1 .* lower --clients"),
         ("pfllib-pat", {"classes_per_client": 11}, "--classes_per_client is 11"),
