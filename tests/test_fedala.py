@@ -321,4 +321,4 @@ def test_notices():
 
 
 def test_defaults():
-    assert fedala.Config() == Config(1.0, 80.0, 2, 0.1, 10, 100)
+    assert fedala.Config() == Config(1.0, 80.0, 2, 0.01, 10, 100)

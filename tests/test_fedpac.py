@@ -3,7 +3,9 @@
 import dataclasses
 import logging
 
+import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,6 +133,16 @@ def test_weights_are_weights_and_the_best(data):
 def test_what_has_no_solution_raises():
     with pytest.raises((RuntimeError, ValueError)):
         solve(torch.full((3, 3), torch.nan, dtype=torch.float64))
+
+
+def test_a_wrong_answer_of_the_solver_is_noticed(monkeypatch):
+    # some versions return one without a word
+    P = torch.diag(double(0.1, 0.3))
+    monkeypatch.setattr(scipy.optimize, "nnls", lambda A, b: (np.array([0.7, 0.3]), 0.0))
+    with pytest.raises(RuntimeError, match="not the minimum"):
+        solve(P)
+    monkeypatch.setattr(scipy.optimize, "nnls", lambda A, b: (np.array([0.3, 0.1]), 0.0))
+    close(solve(P), double(0.75, 0.25), **EXACT)
 
 
 # -- the server ----------------------------------------------------------------------------------
@@ -342,6 +354,20 @@ def test_statistics():
     assert upload["ids"].tolist() == [0, 1]
     assert upload["count"].tolist() == [2, 1]
     assert upload["ids"].dtype == upload["count"].dtype == torch.int64
+
+
+def test_statistics_are_those_of_what_was_downloaded():
+    # BatchNorm's statistics move in the head phase already
+    trained, idle = (make_client(shard(12), batchnorm_model) for _ in range(2))
+    for client in (trained, idle):
+        client.receive(first_download(client))
+    trained.train(1)
+    with torch.no_grad():
+        idle.set_mode(training=False)
+        z = idle.model.extractor(idle.shard.x)
+    h = torch.stack([z[idle.shard.y == c].sum(dim=0) / 12 for c in range(3)])
+    close(trained.h, h)
+    close(trained.v, ((z.square().sum() / 12 - h.square().sum()) / 12)[None])
 
 
 @pytest.mark.parametrize(("lam", "theta"), [(1.0, 2.611455), (0.5, 2.311455), (0.0, 2.011455)])

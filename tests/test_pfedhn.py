@@ -224,6 +224,15 @@ def test_default_size_of_an_embedding(M, e):
     assert Hypernetwork(Config(embedding=7), M, 5).embedding.weight.shape == (M, 7)
 
 
+def test_optimizers():
+    server = Server(make_setup(Config()))
+    (group,) = server.optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.01, 0.9, 0.001)
+    assert sum(p.numel() for p in group["params"]) == size(server.hypernetwork)
+    (group,) = Client(make_setup(Config(), client=0, shard=shard(4))).optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 0)  # the run's
+
+
 def test_layers():
     layers = Hypernetwork(Config(hidden=8, hidden_layers=2), 4, 5).layers
     shapes = [

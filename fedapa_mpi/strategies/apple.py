@@ -24,7 +24,8 @@ Evaluation: v_i, ``recv`` with the cores just downloaded, ``post`` with the new 
 Where the sources differ, and choices:
 
 * Core step. c_i learns with --lr, as in the authors' code, and v_i sees p_ii^2 of each step. A
-  public library takes --lr times M and freezes p_i; on the digits that diverges.
+  public library takes --lr times M and freezes p_i; on the digits that diverges. The rates are the
+  authors' for 800 epochs: a short run needs a larger ``p_lr`` (0.01) or --lr to get as far.
 * Regulariser. With 1/2, as in the text; the authors' code drops it, so its mu counts twice ours.
 * Start. One common initial model, so that the first v_i is it; the authors' code draws a core per
   client (``initial_cores=own``). Cores not downloaded yet count as the client's own first one.

@@ -232,15 +232,18 @@ def solve(P: Tensor) -> Tensor:
     of that alpha, whatever c > 0.
 
     Raises:
-        RuntimeError, ValueError: there is no solution.
+        RuntimeError, ValueError: no solution was found.
     """
-    from scipy.optimize import nnls  # a third of a second that only the server spends
+    from scipy.optimize import nnls  # imported here: a third of a second, of the server alone
 
     values, vectors = torch.linalg.eigh(P)
     root = values.clamp(min=0).sqrt()[:, None] * vectors.T  # P = root^T root
     c = P.diagonal().max().sqrt().item() or 1.0
     A = torch.cat([root, torch.full_like(root[:1], c)]).cpu().numpy()
     x = torch.from_numpy(nnls(A, [0.0] * len(P) + [c])[0])
-    alpha = x / x.sum()
+    alpha = x.to(P) / x.sum()
+    slope = P @ alpha  # at the minimum, no share can be moved to where it costs less
+    if not (slope - alpha @ slope).min() >= -1e-9 * c**2:
+        raise RuntimeError("what the solver found is not the minimum")
     alpha[alpha < min(LEAST, alpha.max().item())] = 0  # of thousands all may be small
     return alpha / alpha.sum()

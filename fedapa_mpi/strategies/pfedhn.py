@@ -23,7 +23,7 @@ Evaluation: ``recv`` is the generated model, the authors' point; ``post`` after 
 Held-out clients: not available. They have no embedding, and learning one takes many rounds.
 Deviations: clients train as with any strategy (learning rate, momentum, E epochs; authors: 50
 batches at 0.005, weight decay 5e-5), and K clients share a step (authors: one client per step, as
-in ``sequential``, 5000 steps). The paper's figure has delta the other way round, which would climb;
+in ``sequential``, 5000 steps), which with few rounds learns much less: FAR. The paper's figure has delta the other way round, which would climb;
 its code has it as here. As in that code the step is dense: embeddings of clients that did not
 take part have no gradient, but momentum and weight decay move them. Buffers (BatchNorm) are not
 generated and stay with the client. The first models are HN's, not the other strategies' common one.
