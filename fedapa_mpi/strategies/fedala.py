@@ -17,8 +17,8 @@ until the losses (of the last batch) of the last ``window`` passes have a standa
 is averaged as in FedAvg.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all parameters), and 4
 bytes each way for each element of the floating-point buffers.
-Defaults, the paper's: p = 2, weight and bias of the last layer (there p = 1 layer), s = 80, eta = 1,
-threshold 0.01 (the authors' code: 0.1).
+Defaults, the paper's: p = 2, weight and bias of the last layer (there p = 1 layer), s = 80,
+eta = 1, threshold 0.01 (the authors' code: 0.1).
 Evaluation: ``recv`` is the mixed model before training, the authors' point; ``post`` after it.
 Held-out clients start from w: for them it is the first contact.
 Deviations: the authors' code mixes at all clients in each round, here only those sampled do. It

@@ -22,11 +22,13 @@ from another model it enters delta; measured on the digits, sequential order the
 Evaluation: ``recv`` is the generated model, the authors' point; ``post`` after local training.
 Held-out clients: not available. They have no embedding, and learning one takes many rounds.
 Deviations: clients train as with any strategy (learning rate, momentum, E epochs; authors: 50
-batches at 0.005, weight decay 5e-5), and K clients share a step (authors: one client per step, as
-in ``sequential``, 5000 steps), which with few rounds learns much less: FAR. The paper's figure has delta the other way round, which would climb;
-its code has it as here. As in that code the step is dense: embeddings of clients that did not
-take part have no gradient, but momentum and weight decay move them. Buffers (BatchNorm) are not
-generated and stay with the client. The first models are HN's, not the other strategies' common one.
+batches at 0.005, weight decay 5e-5). Authors: one client per step, and 5000 steps; ``sequential``
+is that. In parallel order K clients share one, which suits MPI but learns less in as many rounds:
+``recv`` 0.97 and 0.19 after 40 rounds on 5 % of Fashion-MNIST, two classes per client. The paper's
+figure has delta the other way round, which would climb; its code has it as here. As there, the step
+is dense: embeddings of clients that did not take part have no gradient, but momentum and weight
+decay move them. Buffers (BatchNorm) are not generated and stay with the client. The first models
+are HN's, not the common initial one of the other strategies.
 """
 
 from __future__ import annotations
