@@ -140,7 +140,8 @@ class Cluster:
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """What SLURM's commands need to find this cluster."""
-        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **(more or {})}
+        # in place of this process's own: what a test has taken out must not come back
+        return {**(more or os.environ), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *words: str) -> str:
         """Runs one of SLURM's commands; its output. Raises CalledProcessError."""
