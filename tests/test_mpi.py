@@ -125,16 +125,18 @@ def test_centred_gradient_learns_it_better(tmp_path):
 
 @pytest.mark.slow
 def test_waiting_ranks_leave_the_cores_to_the_one_that_trains(tmp_path):
-    """20 ranks wait, one trains: at most 15 % slower than with one waiting rank, same launch."""
+    """20 ranks wait, one trains: at most 15 % slower than with one rank waiting, in turn."""
     ratios = []
     for repetition in range(3):
-        flags = ("local", "--dataset=fmnist", "--partition=iid", "--clients=20", "--rounds=4",
-                 "--join_low=0", "--join_high=0.05", "--eval_every=4",
+        # epochs enough that a process's first training, which loads things, does not matter
+        flags = ("--dataset=fmnist", "--partition=iid", "--clients=20", "--rounds=3", "--epochs=8",
+                 "--join_low=0", "--join_high=0.05", "--eval_every=3",
                  f"--seed={repetition}")  # fmt: skip
         launch = Launcher(tmp_path / str(repetition), flags)
         seconds = []
         for ranks in (2, 21):
-            with launch(ranks, timeout=600).results() as h5:
+            with launch(ranks, "local", timeout=600).results() as h5:
                 seconds.append(np.nansum(h5["seconds/compute"][1:], axis=1).mean())
         ratios.append(seconds[1] / seconds[0])
+    print("ratios", ratios)
     assert np.median(ratios) <= 1.15, ratios
