@@ -158,6 +158,47 @@ def test_of_a_real_run(tmp_path):
     assert mean["seconds"] > 0
 
 
+def test_further_ways_of_answering_have_rows_of_their_own(tmp_path):
+    small = ["--rounds=2", "--batch_size=4", "--lr=0.02"]
+    run = simulate(tmp_path / "proto", ["fedproto", *small])
+    simulate(tmp_path / "local", ["local", *small])
+    with h5py.File(run.folder / "results.h5", "r+") as h5:
+        for series, value in (("post", 0.75), ("post/head", 0.25)):
+            h5[f"accuracy/{series}/macro"][-1] = value
+    mean = summaries(tmp_path)["fedproto"].mean
+    assert (mean["post/last/macro"], mean["head/post/last/macro"]) == (0.75, 0.25)
+    text = report([tmp_path], "markdown")
+    assert text.count("| fedproto (head) | 1 |") == 3  # recv, post and after the end
+    assert "local (head)" not in text
+    found = {row["method"]: row for row in rows(report([tmp_path], "csv"))}
+    assert float(found["fedproto"]["head/post/last/macro mean"]) == mean["head/post/last/macro"]
+    assert found["local"]["head/post/last/macro mean"] == "nan"
+
+
+def test_what_is_measured_after_the_last_round(tmp_path):
+    arrays = {"final/recv": 0.3, "final/holdout/recv": 0.4, "final/holdout/post": 0.9}
+    for name, method in (("a", "fedavg"), ("b", "apple")):
+        folder = write(tmp_path / name, method, "--holdout_clients=2")
+        with h5py.File(folder / "results.h5", "r+") as h5:
+            for place, value in arrays.items():
+                none = method == "apple" and "holdout" in place  # not available
+                for metric in ("micro", "macro", "worst10"):
+                    h5[f"{place}/{metric}"] = np.nan if none else value
+    text = report([tmp_path], "markdown")
+    after, held_out = text.split("Test accuracy ")[3:5]
+    assert after.startswith("after the last round, over all clients with test data, all with what")
+    assert "| fedavg | 1 | 0.3000 | 0.3000 | 0.3000 |" in after
+    assert "| apple | 1 | 0.3000 |" in after
+    assert held_out.startswith("of held-out clients, which took no part")
+    assert "recv macro | recv worst 10 % | post micro" in held_out
+    assert "| fedavg | 1 | 0.4000 | 0.4000 | 0.4000 | 0.9000 | 0.9000 | 0.9000 |" in held_out
+    assert "| apple | 1 | - | - | - | - | - | - |" in held_out
+
+
+def test_without_held_out_clients_there_is_no_table_of_them(three_seeds):
+    assert "held-out" not in report([three_seeds])
+
+
 # -- names and settings ----------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedapa_mpi.report import collect, formats
@@ -13,6 +13,15 @@ from fedapa_mpi.report.collect import METRICS, POINTS, WHICH, Setting, Summary
 from fedapa_mpi.report.formats import Table, number
 
 TITLES = {"micro": "micro", "macro": "macro", "worst10": "worst 10 %"}
+AFTER_THE_END = {
+    "Test accuracy after the last round, over all clients with test data, all with what the server "
+    "would send them next": ("final/recv",),
+    "Test accuracy of held-out clients, which took no part, with what the server gives such a "
+    "client (recv) and after training it for the epochs of a round (post); -: not available": (
+        "final/holdout/recv",
+        "final/holdout/post",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,47 +73,80 @@ def _settings(summaries: Sequence[Summary]) -> list[Setting]:
 
 
 def _tables(setting: Setting, summaries: Sequence[Summary]) -> list[Table]:
-    """One table per evaluation point, and one of costs."""
+    """One table per evaluation point, one of the end of the run, and one of costs."""
     mine = [summary for summary in summaries if summary.setting == setting]
     name = ", ".join(f"{field}={value}" for field, value in setting)
     seeds = sorted({seed for summary in mine for seed in summary.seeds})
     over = f"seed {seeds[0]}"
     if len(seeds) > 1:
         over = f"mean ± sample standard deviation over seeds {', '.join(map(str, seeds))}"
-    tables = [_accuracies(point, f"{name}; {over}", mine) for point in POINTS]
-    costs = tuple(
-        (s.method, *(number(s.mean[n], s.std[n], d) for n, d in
-                     (("down", 0), ("up", 0), ("seconds", 2))))
-        for s in mine
-    )  # fmt: skip
-    columns = ("method", "bytes down", "bytes up", "training seconds")
-    return [*tables, Table(f"Cost of a round, all clients and ranks together; {name}; {over}",
-                           columns, costs)]  # fmt: skip
+    where = f"{name}; {over}"
+    return [
+        *(_accuracies(point, where, mine) for point in POINTS),
+        *_after_the_end(where, mine),
+        _costs(where, mine),
+    ]
 
 
-def _accuracies(point: str, name: str, summaries: Sequence[Summary]) -> Table:
+def _accuracies(point: str, where: str, summaries: Sequence[Summary]) -> Table:
     when = {
         "recv": "after download, before training",
         "post": "after local training",
     }[point]
-    keys = [f"{point}/{which}/{metric}" for which in WHICH for metric in METRICS]
-    titles = [f"{which} {TITLES[metric]}" for which in WHICH for metric in METRICS]
-    rows = tuple(
-        (s.method, str(len(s.seeds)), *(number(s.mean[key], s.std[key]) for key in keys))
-        for s in summaries
-    )
+    columns = {
+        f"{which} {TITLES[metric]}": f"{point}/{which}/{metric}"
+        for which in WHICH
+        for metric in METRICS
+    }
     broadcast = ("unsampled", "broadcast") in summaries[0].setting
     others = "what the server would send them" if broadcast else "the model they hold"
     caption = (
         f"Test accuracy {point} ({when}), over all clients with test data, unsampled ones with "
-        f"{others}; best: of all rounds, each column on its own; {name}"
+        f"{others}; best: of all rounds, each column on its own; {where}"
     )
-    return Table(caption, ("method", "seeds", *titles), rows)
+    return _table(caption, columns, summaries)
+
+
+def _after_the_end(where: str, summaries: Sequence[Summary]) -> list[Table]:
+    """What was measured once, after the last round; without held-out clients nothing of them."""
+    tables = []
+    for caption, ends in AFTER_THE_END.items():
+        columns = {
+            f"{end.rpartition('/')[2]} {TITLES[metric]}": f"{end}/{metric}"
+            for end in ends
+            for metric in METRICS
+        }
+        if any(key in summary.mean for summary in summaries for key in columns.values()):
+            tables.append(_table(f"{caption}; {where}", columns, summaries))
+    return tables
+
+
+def _table(caption: str, columns: Mapping[str, str], summaries: Sequence[Summary]) -> Table:
+    """A row for each method and way of answering; ``columns`` has the keys by their titles."""
+    rows = tuple(
+        (
+            f"{s.method} ({way})" if way else s.method,
+            str(len(s.seeds)),
+            *(number(*s.pair(f"{way}/{key}" if way else key)) for key in columns.values()),
+        )
+        for s in summaries
+        for way in s.ways
+    )
+    return Table(caption, ("method", "seeds", *columns), rows)
+
+
+def _costs(where: str, summaries: Sequence[Summary]) -> Table:
+    digits = {"down": 0, "up": 0, "seconds": 2}
+    rows = tuple(
+        (s.method, *(number(*s.pair(name), digits[name]) for name in digits)) for s in summaries
+    )
+    caption = f"Cost of a round, all clients and ranks together; {where}"
+    return Table(caption, ("method", "bytes down", "bytes up", "training seconds"), rows)
 
 
 def _csv(summaries: Sequence[Summary]) -> str:
     fields = list(dict.fromkeys(field for s in summaries for field, _ in s.setting))
-    keys = list(summaries[0].mean)
+    keys = list(dict.fromkeys(key for s in summaries for key in s.mean))
     header = [
         "method",
         "seeds",
@@ -114,7 +156,7 @@ def _csv(summaries: Sequence[Summary]) -> str:
     rows = []
     for s in summaries:
         setting = dict(s.setting)
-        numbers = [value for key in keys for value in (s.mean[key], s.std[key])]
+        numbers = [value for key in keys for value in s.pair(key)]
         seeds = " ".join(map(str, s.seeds))
         rows.append([s.method, seeds, *(setting.get(f, "") for f in fields), *numbers])
     return formats.comma_separated(header, rows)

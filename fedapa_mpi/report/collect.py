@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ Setting = tuple[tuple[str, Any], ...]
 POINTS = ("recv", "post")
 METRICS = ("micro", "macro", "worst10")
 WHICH = ("last", "best")
+ENDS = ("final/recv", "final/holdout/recv", "final/holdout/post")  # after the last round
 # neither part of a setting nor of a method's name
 INCIDENTAL = {"seed", *RunConfig.MAY_CHANGE} - {"rounds"}
 DEALING = ("min_train", "min_test")  # parts of a preset that belong to the partition
@@ -31,7 +34,9 @@ class Run:
     preset: those of the setting that the method's preset brought along.
     partition: its hash.
     values: by "post/last/macro" and so on; accuracies, "down" and "up" bytes and "seconds" of a
-    round.
+    round. Keys of a further way of answering begin with its name: "head/post/last/macro". After
+    the last round: "final/recv/macro", and of held-out clients "final/holdout/post/macro".
+    ways: "" for the method's own way of answering, and the names of further ones.
     """
 
     path: Path
@@ -41,6 +46,7 @@ class Run:
     seed: int
     partition: str
     values: dict[str, float]
+    ways: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,11 @@ class Summary:
     seeds: tuple[int, ...]
     mean: dict[str, float]
     std: dict[str, float]
+    ways: tuple[str, ...] = ("",)
+
+    def pair(self, key: str) -> tuple[float, float]:
+        """Mean and standard deviation, NaN for what this method has not."""
+        return self.mean.get(key, math.nan), self.std.get(key, math.nan)
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
@@ -87,18 +98,36 @@ def _read(path: Path) -> Run | None:
         if h5.attrs["status"] != "finished":
             return None
         config = Experiment.from_flat(json.loads(h5.attrs["config"]))
-        values: dict[str, float] = {}
-        for point in POINTS:
-            for metric in METRICS:
-                series = h5[f"accuracy/{point}/{metric}"][:]
-                values |= _last_and_best(f"{point}/{{}}/{metric}", series)
+        ways = _ways(h5["accuracy/post"])
+        values = {key: value for way in ways for key, value in _accuracies(h5, way).items()}
         for way in ("down", "up"):
             values[way] = float(h5[f"bytes/{way}"][:].sum(axis=1).mean())
         values["seconds"] = float(np.nansum(h5["seconds/compute"][:], axis=1).mean())
         partition = str(h5.attrs["partition_hash"])
     setting = _setting(config)
     preset = frozenset(name for name in _preset(config) if name in field_names(RunConfig))
-    return Run(path, method_name(config), setting, preset, config.run.seed, partition, values)
+    seed = config.run.seed
+    return Run(path, method_name(config), setting, preset, seed, partition, values, ways)
+
+
+def _ways(accuracies: h5py.Group) -> tuple[str, ...]:
+    """What groups by the side of the main series stand for; ``sampled`` are other clients."""
+    groups = (name for name, item in accuracies.items() if isinstance(item, h5py.Group))
+    return ("", *(name for name in groups if name != "sampled"))
+
+
+def _accuracies(h5: h5py.File, way: str) -> dict[str, float]:
+    """All that was measured of one way of answering."""
+    head, tail = (f"{way}/", f"/{way}") if way else ("", "")
+    values: dict[str, float] = {}
+    for point, metric in product(POINTS, METRICS):
+        series = h5[f"accuracy/{point}{tail}/{metric}"][:]
+        values |= _last_and_best(f"{head}{point}/{{}}/{metric}", series)
+    for end, metric in product(ENDS, METRICS):
+        measured = h5.get(f"{end}{tail}/{metric}")
+        if measured is not None:
+            values[f"{head}{end}/{metric}"] = float(measured[()])
+    return values
 
 
 def method_name(config: Experiment) -> str:
@@ -164,6 +193,7 @@ def _summary(method: str, setting: Setting, group: list[Run]) -> Summary:
         tuple(sorted(seeds)),
         {name: float(values.mean()) for name, values in table.items()},
         {n: float(v.std(ddof=1)) if spread else float("nan") for n, v in table.items()},
+        group[0].ways,
     )
 
 

@@ -13,12 +13,13 @@ delta_i = w_i - w~_i, received minus trained, is the gradient of 1/2 ||HN(v_i) -
 HN(v_i); it is pulled back to psi and v_i through the graph of HN, made again with unchanged psi.
 Then one step per client in turn (``--order sequential``), or one along the mean over all who
 answered (``parallel``): clipped to norm 50, SGD with momentum and weight decay. Nothing else is
-averaged, sample counts play no role. ``share=extractor`` is the paper's pFedHN-PC with a private head.
+averaged, sample counts play no role. ``share=extractor`` is the paper's pFedHN-PC with a private
+head.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: parameters of the whole
 model, with ``share=extractor`` of the extractor).
 Defaults, the authors': ``--order sequential``, e = 1 + floor(M / 4), H = 100, n_h = 3, step 0.01,
-momentum 0.9, decay 0.001, and clients whose momentum starts anew in each round (``--client_opt reset``): carried over
-from another model it enters delta; measured on the digits, sequential order then diverges.
+momentum 0.9, decay 0.001, and clients whose momentum starts anew in each round (``--client_opt
+reset``): carried over from another model it enters delta, and on the digits that diverges.
 Evaluation: ``recv`` is the generated model, the authors' point; ``post`` after local training.
 Held-out clients: not available. They have no embedding, and learning one takes many rounds.
 Deviations: clients train as with any strategy (learning rate, momentum, E epochs; authors: 50
