@@ -16,6 +16,21 @@ def at_least(field: str, value: int, least: int) -> None:
     need(value >= least, field, value, f"at least {least}")
 
 
+def within(config: object, **intervals: str) -> None:
+    """Raises ValueError unless each field of a config lies in its interval, such as ``"[0, 1)"``.
+
+    None stands for a default that is worked out later, and passes.
+    """
+    for field, interval in intervals.items():
+        value = getattr(config, field)
+        if value is None:
+            continue
+        low, high = map(float, interval[1:-1].split(","))
+        above = value >= low if interval[0] == "[" else value > low
+        below = value <= high if interval[-1] == "]" else value < high
+        need(above and below, field, value, f"a number in {interval}")  # NaN is in none
+
+
 def one_of(field: str, value: str, known: Iterable[str]) -> None:
     """Raises ValueError for a value that is not known."""
     need(value in known, field, value, f"one of {', '.join(sorted(known))}")

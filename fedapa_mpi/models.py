@@ -8,7 +8,7 @@ Recognition", CVPR 2016. Features are taken after the last ReLU before the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -117,15 +117,38 @@ def check(name: str, input_shape: tuple[int, ...], classes: int) -> None:
             build(name, input_shape, classes)
 
 
-def vector(module: nn.Module) -> Tensor:
-    """A copy of all parameters as one vector [P], in ``parameters()`` order."""
-    return _flat(p.detach() for p in module.parameters())
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of tensors as one vector [P]."""
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 @torch.no_grad()
+def fill(tensors: Iterable[Tensor], values: Tensor) -> None:
+    """Copies a vector [P] into tensors."""
+    targets = list(tensors)
+    sizes = [tensor.numel() for tensor in targets]
+    if sum(sizes) != values.numel():
+        raise ValueError(f"{values.numel()} values came for a model part of {sum(sizes)}")
+    for tensor, part in zip(targets, values.split(sizes), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def vector(module: nn.Module) -> Tensor:
+    """A copy of all parameters as one vector [P], in ``parameters()`` order."""
+    return flat(module.parameters())
+
+
 def set_vector(module: nn.Module, values: Tensor) -> None:
     """Copies a vector [P] into the parameters."""
-    _fill(module.parameters(), values)
+    fill(module.parameters(), values)
+
+
+def named(module: nn.Module, values: Tensor) -> dict[str, Tensor]:
+    """Views into a vector [P] by parameter name, for ``functional_call``; gradients reach it."""
+    own = dict(module.named_parameters())
+    parts = values.split([tensor.numel() for tensor in own.values()])
+    return {name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)}
 
 
 def buffers(module: nn.Module) -> Tensor:
@@ -133,22 +156,22 @@ def buffers(module: nn.Module) -> Tensor:
 
     Integer counters are not among them: they stay with the client.
     """
-    return _flat(_float_buffers(module))
+    return flat(_float_buffers(module))
 
 
-@torch.no_grad()
 def set_buffers(module: nn.Module, values: Tensor) -> None:
     """Copies a vector into the floating-point buffers."""
-    _fill(_float_buffers(module), values)
+    fill(_float_buffers(module), values)
 
 
 def outgoing(module: nn.Module, name: str) -> dict[str, Tensor]:
     """A model part as it travels: ``name`` [P] and, if it has any, ``name_buffers``."""
-    message = {name: vector(module)}
-    statistics = buffers(module)
-    if statistics.numel():
-        message[f"{name}_buffers"] = statistics
-    return message
+    return packed(name, vector(module), buffers(module))
+
+
+def packed(name: str, values: Tensor, statistics: Tensor) -> dict[str, Tensor]:
+    """The message that ``install`` takes, from parameters [P] and buffers [Q], maybe none."""
+    return {name: values} | ({f"{name}_buffers": statistics} if statistics.numel() else {})
 
 
 def install(module: nn.Module, name: str, message: Mapping[str, Tensor]) -> None:
@@ -207,17 +230,3 @@ def _pixels_left(input_shape: tuple[int, ...]) -> int:
 
 def _float_buffers(module: nn.Module) -> Iterator[Tensor]:
     return (b for b in module.buffers() if b.is_floating_point())
-
-
-def _flat(tensors: Iterator[Tensor]) -> Tensor:
-    parts = [tensor.reshape(-1) for tensor in tensors]
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _fill(tensors: Iterator[Tensor], values: Tensor) -> None:
-    targets = list(tensors)
-    sizes = [tensor.numel() for tensor in targets]
-    if sum(sizes) != values.numel():
-        raise ValueError(f"{values.numel()} values came for a model part of {sum(sizes)}")
-    for tensor, part in zip(targets, values.split(sizes), strict=True):
-        tensor.copy_(part.view_as(tensor))

@@ -8,9 +8,11 @@ them. A torch that wraps in another way is left alone: it only starts slower.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 _plain_step = inspect.unwrap(torch.optim.SGD.step)
 
@@ -26,3 +28,16 @@ class SGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         """One step along the gradients."""
         return _plain_step(self, closure)
+
+
+class ClippedSGD(SGD):
+    """SGD on gradients whose joint norm is first cut down to ``clip``."""
+
+    def __init__(self, parameters: Iterable[Tensor], clip: float, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.clip = clip
+
+    def step(self, closure: Any = None) -> Any:
+        """One step along the clipped gradients."""
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], self.clip)
+        return super().step(closure)

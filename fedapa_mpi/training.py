@@ -99,16 +99,17 @@ def evaluate(client: Client) -> Tensor:
 
 
 @torch.no_grad()
-def class_means(client: Client) -> tuple[Tensor, Tensor, Tensor]:
+def class_means(client: Client) -> dict[str, Tensor]:
     """Mean feature of each class that the client owns, over all its training samples.
 
     In evaluation mode and without dropping any sample.
 
     Returns:
-        means [m, D], class ids [m] int64 ascending, sample counts [m] int64.
+        "mean" [m, D], "ids" [m] int64 of the classes, ascending, "count" [m] int64 of samples.
     """
     x, y = client.shard.x, client.shard.y
     client.set_mode(training=False)
     ids, counts = y.unique(return_counts=True)
     z = torch.cat([client.model.extractor(part) for part in x.split(EVALUATION_BATCH)])
-    return torch.stack([z[y == c].mean(dim=0) for c in ids]) if len(ids) else z[:0], ids, counts
+    means = torch.stack([z[y == c].mean(dim=0) for c in ids]) if len(ids) else z[:0]
+    return {"mean": means, "ids": ids, "count": counts}

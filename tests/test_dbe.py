@@ -338,10 +338,10 @@ def test_a_resumed_run_still_knows_the_consensus(tmp_path):
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"kappa": -1.0}, r"kappa is -1.0, expected a finite weight of 0 or more"),
+        ({"kappa": -1.0}, r"kappa is -1.0, expected a number in \[0, inf\)"),
         ({"kappa": math.inf}, r"kappa is inf"),
         ({"kappa": math.nan}, r"kappa is nan"),
-        ({"mu": 0.0}, r"mu is 0.0, expected above 0 and at most 1"),
+        ({"mu": 0.0}, r"mu is 0.0, expected a number in \(0, 1\]"),
         ({"mu": 1.5}, r"mu is 1.5"),
         ({"mu": math.nan}, r"mu is nan"),
     ],

@@ -293,13 +293,13 @@ def test_weights_of_zero_for_all_tensors_are_local_bit_for_bit():
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"weight_lr": -1.0}, "weight_lr is -1.0, expected a finite step of 0 or more"),
+        ({"weight_lr": -1.0}, r"weight_lr is -1.0, expected a number in \[0, inf\)"),
         ({"weight_lr": float("nan")}, "weight_lr is nan"),
-        ({"percent": 0.0}, "percent is 0.0, expected above 0 and at most 100"),
+        ({"percent": 0.0}, r"percent is 0.0, expected a number in \(0, 100\]"),
         ({"percent": 101.0}, "percent is 101.0"),
-        ({"top": 0}, "top is 0, expected at least 1 tensor"),
-        ({"threshold": 0.0}, "threshold is 0.0, expected above 0"),
-        ({"window": 1}, "window is 1, expected at least 2 losses"),
+        ({"top": 0}, r"top is 0, expected a number in \[1, inf\)"),
+        ({"threshold": 0.0}, r"threshold is 0.0, expected a number in \(0, inf\]"),
+        ({"window": 1}, r"window is 1, expected a number in \[2, inf\)"),
         ({"max_passes": 9}, "max_passes is 9, expected at least window, which is 10"),
     ],
 )

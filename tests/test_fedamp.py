@@ -20,6 +20,7 @@ from tiny import (
 from fedapa_mpi import models
 from fedapa_mpi.store.state import copy_of
 from fedapa_mpi.strategies import fedamp
+from fedapa_mpi.strategies.parts import geometry
 
 E1 = math.exp(-1)
 
@@ -130,11 +131,11 @@ def test_equal_models_stay_what_they_are(form):
 
 def test_distances_do_not_depend_on_the_blocks(monkeypatch):
     w = torch.randint(-8, 9, (4, 8), generator=torch.Generator().manual_seed(1)).float()
-    whole = fedamp.squared_distances(w)
+    whole = geometry.squared_distances(w)
     close(whole, (w[:, None] - w[None]).square().sum(dim=2), atol=1e-11)
     assert (whole.diagonal() == 0).all()
-    monkeypatch.setattr(fedamp, "COLUMNS", 3)
-    close(fedamp.squared_distances(w), whole, atol=1e-11)
+    monkeypatch.setattr(geometry, "COLUMNS", 3)
+    close(geometry.squared_distances(w), whole, atol=1e-11)
 
 
 # -- the cosine form ---------------------------------------------------------------------------
@@ -324,12 +325,12 @@ def test_otherwise_it_is_not_local(tmp_path, switches):
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"sigma": -1.0}, "sigma is -1.0, expected a finite number of 0 or more"),
+        ({"sigma": -1.0}, r"sigma is -1.0, expected a number in \[0, inf\)"),
         ({"prox": float("nan")}, "prox is nan"),
         ({"scale": float("inf")}, "scale is inf"),
-        ({"step": 0.0}, "step is 0.0, expected above 0 and at most 1"),
+        ({"step": 0.0}, r"step is 0.0, expected a number in \(0, 1\]"),
         ({"step": 1.5}, "step is 1.5"),
-        ({"self_weight": 1.1}, r"self_weight is 1.1, expected in \[0, 1\]"),
+        ({"self_weight": 1.1}, r"self_weight is 1.1, expected a number in \[0, 1\]"),
     ],
 )
 def test_settings_that_make_no_sense(switches, message):

@@ -11,6 +11,7 @@ from tiny import batchnorm_model, make_parties, make_setup, play, same, train_ro
 from fedapa_mpi import config
 from fedapa_mpi.store.state import copy_of
 from fedapa_mpi.strategies import fedapa
+from fedapa_mpi.strategies.parts import geometry
 
 OFFICIAL = {  # Config.PRESETS["official"] without what the run's own flags are set to
     "self_weight": 1.0,
@@ -265,7 +266,7 @@ def test_inner_products_do_not_depend_on_the_blocks(monkeypatch):
     delta = torch.randint(-8, 9, (4, 8), generator=draw).float()
     whole = step_of_A(theta, delta)
     close(whole, (delta @ theta.T).double(), atol=1e-8, rtol=0)
-    monkeypatch.setattr(fedapa, "COLUMNS", 3)  # blocks of 3, 3 and 2
+    monkeypatch.setattr(geometry, "COLUMNS", 3)  # blocks of 3, 3 and 2
     assert torch.equal(step_of_A(theta, delta), whole)
 
 
@@ -500,12 +501,12 @@ def test_weights_are_A():
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"eta": -0.1}, r"eta is -0.1, expected a finite step size of 0 or more"),
+        ({"eta": -0.1}, r"eta is -0.1, expected a number in \[0, inf\)"),
         ({"eta": float("inf")}, r"eta is inf"),
         ({"eta": float("nan")}, r"eta is nan"),
-        ({"self_weight": 0.0}, r"self_weight is 0.0, expected above 0 and at most 1"),
+        ({"self_weight": 0.0}, r"self_weight is 0.0, expected a number in \(0, 1\]"),
         ({"self_weight": 1.5}, r"self_weight is 1.5"),
-        ({"server_momentum": 1.0}, r"server_momentum is 1.0, expected in \[0, 1\)"),
+        ({"server_momentum": 1.0}, r"server_momentum is 1.0, expected a number in \[0, 1\)"),
         ({"server_momentum": -0.1}, r"server_momentum is -0.1"),
         ({"row_isolated": False}, r"row_isolated=false has no effect without server_momentum"),
     ],

@@ -255,10 +255,10 @@ def test_a_head_with_batchnorm_is_trained_pair_by_pair():
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"server_lr": -0.1}, r"server_lr is -0.1, expected a finite rate of 0 or more"),
+        ({"server_lr": -0.1}, r"server_lr is -0.1, expected a number in \[0, inf\)"),
         ({"server_lr": math.inf}, r"server_lr is inf"),
         ({"server_lr": math.nan}, r"server_lr is nan"),
-        ({"server_momentum": 1.0}, r"server_momentum is 1.0, expected in \[0, 1\)"),
+        ({"server_momentum": 1.0}, r"server_momentum is 1.0, expected a number in \[0, 1\)"),
         ({"server_momentum": -0.5}, r"server_momentum is -0.5"),
     ],
 )

@@ -25,7 +25,9 @@ from fedapa_mpi.data.federation import Shard
 from fedapa_mpi.models import SplitModel
 from fedapa_mpi.store.state import copy_of
 from fedapa_mpi.strategies import fedpac
-from fedapa_mpi.strategies.fedpac import Client, Config, Server, programme, solve
+from fedapa_mpi.strategies.fedpac import Client, Config, Server
+from fedapa_mpi.strategies.parts import heads
+from fedapa_mpi.strategies.parts.heads import programme, solve
 
 EXACT = {"atol": 1e-12, "rtol": 0}
 
@@ -263,7 +265,7 @@ def test_without_a_solution_a_client_keeps_its_own_head(monkeypatch, caplog):
             raise RuntimeError("Maximum number of iterations reached.")
         return solve(P)
 
-    monkeypatch.setattr(fedpac, "solve", fails)
+    monkeypatch.setattr(heads, "solve", fails)
     server = make_server([1, 3, 4])
     with caplog.at_level(logging.WARNING, "fedapa_mpi"):
         aggregate(server, UPLOADS, 7)
@@ -533,9 +535,9 @@ def test_heads_are_mixed_and_personal():
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"lam": -1.0}, "lam is -1.0, expected a finite weight of 0 or more"),
+        ({"lam": -1.0}, r"lam is -1.0, expected a number in \[0, inf\)"),
         ({"lam": float("nan")}, "lam is nan"),
-        ({"head_lr": 0.0}, "head_lr is 0.0, expected a finite step above 0"),
+        ({"head_lr": 0.0}, r"head_lr is 0.0, expected a number in \(0, inf\)"),
         ({"head_lr": float("inf")}, "head_lr is inf"),
     ],
 )

@@ -270,10 +270,10 @@ def test_with_a_teacher_it_is_not_fedavg(tmp_path, teaching):
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"lam": 1.0}, "lam is 1.0, expected at least 0 and below 1"),
+        ({"lam": 1.0}, r"lam is 1.0, expected a number in \[0, 1\)"),
         ({"lam": -0.1}, "lam is -0.1"),
         ({"lam": float("nan")}, "lam is nan"),
-        ({"mu": 1.5}, r"mu is 1.5, expected in \[0, 1\]"),
+        ({"mu": 1.5}, r"mu is 1.5, expected a number in \[0, 1\]"),
     ],
 )
 def test_settings_that_make_no_sense(switches, message):

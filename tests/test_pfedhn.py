@@ -18,8 +18,9 @@ from torch import nn
 from fedapa_mpi import config, models
 from fedapa_mpi.data.federation import Shard
 from fedapa_mpi.models import SplitModel
+from fedapa_mpi.sgd import ClippedSGD
 from fedapa_mpi.store.state import copy_of, nbytes
-from fedapa_mpi.strategies.pfedhn import Client, ClippedSGD, Config, Hypernetwork, Server
+from fedapa_mpi.strategies.pfedhn import Client, Config, Hypernetwork, Server
 
 PLAIN = {"hn_lr": 0.1, "hn_momentum": 0.0, "hn_decay": 0.0}
 
@@ -354,14 +355,14 @@ def test_momentum_starts_anew_by_default():
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"embedding": 0}, "embedding is 0, expected at least 1"),
-        ({"hidden": 0}, "hidden is 0, expected at least 1"),
-        ({"hidden_layers": -1}, "hidden_layers is -1, expected finite, 0 or more"),
+        ({"embedding": 0}, r"embedding is 0, expected a number in \[1, inf\)"),
+        ({"hidden": 0}, r"hidden is 0, expected a number in \[1, inf\)"),
+        ({"hidden_layers": -1}, r"hidden_layers is -1, expected a number in \[0, inf\)"),
         ({"hn_lr": -0.1}, "hn_lr is -0.1"),
         ({"hn_lr": float("inf")}, "hn_lr is inf"),
         ({"hn_decay": float("nan")}, "hn_decay is nan"),
-        ({"hn_momentum": 1.0}, r"hn_momentum is 1.0, expected in \[0, 1\)"),
-        ({"clip": 0.0}, "clip is 0.0, expected above 0"),
+        ({"hn_momentum": 1.0}, r"hn_momentum is 1.0, expected a number in \[0, 1\)"),
+        ({"clip": 0.0}, r"clip is 0.0, expected a number in \(0, inf\]"),
     ],
 )
 def test_settings_that_make_no_sense(switches, message):

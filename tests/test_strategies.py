@@ -360,7 +360,7 @@ def test_a_strategy_leaves_messages_files_and_environment_to_the_core(name):
     tops = {module.partition(".")[0] for module in imports(path)}
     assert not tops & {"mpi4py", "h5py", "os", "subprocess", "socket"}
     assert "environ" not in path.read_text(encoding="utf-8")
-    allowed = {"models", "training", "sgd", "streams", "data.federation"}
+    allowed = {"checks", "models", "training", "sgd", "streams", "data.federation"}
     others = {module for module in from_here(path) if not module.startswith("strategies")}
     assert others <= allowed
 

@@ -13,6 +13,7 @@ from typing import Any
 
 _FOLDER = Path(__file__).parent
 _NOT_STRATEGIES = ("__init__", "base")
+_PLAIN = ("dataclasses", "typing", "fedapa_mpi.checks")  # what a Config may import from
 
 
 def names() -> list[str]:
@@ -29,8 +30,8 @@ def load(name: str) -> ModuleType:
 def config_class(name: str) -> type[Any]:
     """The strategy's ``Config``, without importing torch: ``--help`` must not cost seconds.
 
-    Executes that one class of the file, so a ``Config`` may use only ``dataclasses``,
-    ``typing`` and builtins.
+    Executes that one class of the file, so a ``Config`` may use only ``dataclasses``, ``typing``,
+    ``fedapa_mpi.checks`` and builtins.
     """
     path = _FOLDER / f"{name}.py"
     wanted = [node for node in _tree(path).body if _is_config(node) or _is_plain_import(node)]
@@ -70,4 +71,4 @@ def _is_config(node: ast.stmt) -> bool:
 
 
 def _is_plain_import(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module in ("dataclasses", "typing")
+    return isinstance(node, ast.ImportFrom) and node.module in _PLAIN

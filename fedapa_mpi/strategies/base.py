@@ -27,6 +27,7 @@ from fedapa_mpi.sgd import SGD
 from fedapa_mpi.store.state import Stateful
 
 Message = dict[str, Tensor]  # what crosses the wire
+Messages = Mapping[int, Message]  # by client, ascending
 
 
 def _never() -> None:
@@ -55,9 +56,9 @@ class Setup:
     shard: Shard | None = None  # the client's data, on its device; None at the server
     poll: Callable[[], None] = _never  # to be called between batches; may raise Abandoned
 
-    def make_model(self) -> SplitModel:
-        """The common initial model, the same for the server and every client."""
-        with streams.seeded(self.seed, streams.SERVER, 0, "model"):
+    def make_model(self, owner: int = streams.SERVER) -> SplitModel:
+        """The common initial model, the same for the server and all clients; or one of a client."""
+        with streams.seeded(self.seed, owner, 0, "model"):
             return self.architecture().to(self.device)
 
     def generator(self, t: int, purpose: str) -> torch.Generator:
@@ -73,7 +74,7 @@ class Server(Stateful):
         self.n = torch.zeros(setup.clients, dtype=torch.int64)  # [M] training samples
         self.joined = torch.zeros(setup.clients, dtype=torch.bool)  # [M] has sent an upload
 
-    def welcome(self, hellos: Mapping[int, Message]) -> None:
+    def welcome(self, hellos: Messages) -> None:
         """Takes every client's ``hello``, once, before round 1."""
         for i, hello in hellos.items():
             self.n[i] = hello["n"]
@@ -83,9 +84,7 @@ class Server(Stateful):
         for i in ids:
             yield i, {}
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """Takes a round's uploads {client: message}, ascending; maybe none.
 
         ``sent[i]`` is bit for bit what client i received in this round. ``uploads`` may hold
@@ -162,17 +161,25 @@ class Client(Stateful):
                 value.train(training)
 
 
-def weighted_mean(messages: Mapping[int, Message], name: str, n: Tensor) -> Tensor:
-    """sum_i (n_i / sum n) * message_i[name], in client order; weights are formed first.
+def shares(n: Tensor) -> Tensor:
+    """n_i / sum n, float64; all the same if no client has a sample."""
+    counts = n.double() if n.any() else torch.ones_like(n, dtype=torch.float64)
+    return counts / counts.sum()
 
-    If no client has a sample, all count the same.
-    """
-    counts = torch.stack([n[i] for i in messages]).double()
-    if counts.sum() == 0:
-        counts = torch.ones_like(counts)
+
+def weighted_mean(messages: Messages, name: str, n: Tensor) -> Tensor:
+    """sum_i (n_i / sum n) * message_i[name], in client order; weights are formed first."""
+    weights = shares(torch.stack([n[i] for i in messages])).tolist()
     mean: Tensor | None = None
-    for weight, message in zip((counts / counts.sum()).tolist(), messages.values(), strict=True):
+    for weight, message in zip(weights, messages.values(), strict=True):
         part = weight * message[name]
         mean = part if mean is None else mean + part
     assert mean is not None, "a mean of no uploads"
     return mean
+
+
+def average(uploads: Messages, n: Tensor, name: str, values: Tensor, buffers: Tensor) -> None:
+    """Replaces parameters [P] and buffers [Q], maybe none, by the weighted means of uploads."""
+    values.copy_(weighted_mean(uploads, name, n))
+    if buffers.numel():
+        buffers.copy_(weighted_mean(uploads, f"{name}_buffers", n))

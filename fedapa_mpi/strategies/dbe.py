@@ -28,7 +28,7 @@ do all, of the trained one, with ``initial_mean=exact``: with mu = 1 zbar_i sees
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,8 +37,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedapa_mpi import models, training
+from fedapa_mpi.checks import within
 from fedapa_mpi.strategies import base, fedavg
-from fedapa_mpi.strategies.base import Message
+from fedapa_mpi.strategies.base import Message, Messages
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,7 @@ class Config:
     """Mean that forms the consensus: the running one (the authors'), or over all samples."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kappa < float("inf"):
-            raise ValueError(f"kappa is {self.kappa}, expected a finite weight of 0 or more")
-        if not 0 < self.mu <= 1:
-            raise ValueError(f"mu is {self.mu}, expected above 0 and at most 1")
+        within(self, kappa="[0, inf)", mu="(0, 1]")
 
 
 class Server(fedavg.Server):
@@ -68,7 +66,7 @@ class Server(fedavg.Server):
         super().__init__(setup)
         self.zbar_g = torch.zeros(models.feature_size(setup.make_model()), device=setup.device)
 
-    def welcome(self, hellos: Mapping[int, Message]) -> None:
+    def welcome(self, hellos: Messages) -> None:
         """zbar_g = sum_i (n_i / N) zbar_i, once and for all."""
         super().welcome(hellos)
         self.zbar_g.copy_(base.weighted_mean(hellos, "zbar", self.n))
@@ -125,8 +123,8 @@ class Client(Follower):
         initial = Follower(self.setup)
         loss = training.fit(initial, 0)
         if self.setup.config.initial_mean == "exact" or math.isnan(loss):
-            means, _, counts = training.class_means(initial)
-            initial.zbar = counts.to(means) @ means / max(self.shard.n, 1)
+            own = training.class_means(initial)
+            initial.zbar = own["count"].to(own["mean"]) @ own["mean"] / max(self.shard.n, 1)
         return super().hello() | {"zbar": initial.zbar}
 
     def receive(self, message: Message) -> None:

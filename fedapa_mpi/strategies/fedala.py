@@ -37,6 +37,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedapa_mpi import models
+from fedapa_mpi.checks import need, within
 from fedapa_mpi.strategies import base, fedavg
 from fedapa_mpi.strategies.base import Message
 
@@ -61,20 +63,10 @@ class Config:
     """The first phase ends after so many passes at the latest."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.weight_lr < float("inf"):
-            raise ValueError(f"weight_lr is {self.weight_lr}, expected a finite step of 0 or more")
-        if not 0 < self.percent <= 100:
-            raise ValueError(f"percent is {self.percent}, expected above 0 and at most 100")
-        if self.top < 1:
-            raise ValueError(f"top is {self.top}, expected at least 1 tensor")
-        if not self.threshold > 0:
-            raise ValueError(f"threshold is {self.threshold}, expected above 0")
-        if self.window < 2:
-            raise ValueError(f"window is {self.window}, expected at least 2 losses")
-        if self.max_passes < self.window:
-            raise ValueError(
-                f"max_passes is {self.max_passes}, expected at least window, which is {self.window}"
-            )
+        within(self, weight_lr="[0, inf)", percent="(0, 100]", top="[1, inf)", threshold="(0, inf]")
+        within(self, window="[2, inf)", max_passes="[1, inf)")
+        expected = f"at least window, which is {self.window}"
+        need(self.max_passes >= self.window, "max_passes", self.max_passes, expected)
 
 
 class Server(fedavg.Server):
@@ -106,16 +98,16 @@ class Client(fedavg.Client):
 
     def receive(self, message: Message) -> None:
         """Replaces the model by w, and its top by a mixture of w and what it was."""
-        own = self._top_vector()
+        own = models.flat(self._top())
         super().receive(message)
         if self.contacts:
-            self._mix(own, self._top_vector())
+            self._mix(own, models.flat(self._top()))
         self.contacts += 1
 
     def _mix(self, own: Tensor, w: Tensor) -> None:
         """Learns W_i between the tops of w_i and w, both [Q], and leaves w_hat in the model."""
         self.set_mode(training=False)
-        self._set_top(torch.lerp(own, w, self.W))  # lerp is exact at 0 and at 1
+        models.fill(self._top(), torch.lerp(own, w, self.W))  # lerp is exact at 0 and at 1
         if not self.shard.n:
             return
         batches = self._slice()
@@ -125,7 +117,7 @@ class Client(fedavg.Client):
                 self.setup.poll()
                 loss, g = self._gradient(batch)
                 self.W.sub_(self.setup.config.weight_lr * g * (w - own)).clamp_(0, 1)
-                self._set_top(torch.lerp(own, w, self.W))
+                models.fill(self._top(), torch.lerp(own, w, self.W))
             losses.append(loss.item())
 
     def _slice(self) -> tuple[Tensor, ...]:
@@ -138,9 +130,7 @@ class Client(fedavg.Client):
     def _gradient(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Cross entropy of a batch and its gradient in the top [Q]; the rest is frozen."""
         loss = self.loss(self.shard.x[batch], self.shard.y[batch])
-        return loss.detach(), torch.cat(
-            [g.flatten() for g in torch.autograd.grad(loss, self._top())]
-        )
+        return loss.detach(), models.flat(torch.autograd.grad(loss, self._top()))
 
     def _settled(self, losses: list[float]) -> bool:
         """Whether the mixing weights have had enough passes."""
@@ -157,12 +147,3 @@ class Client(fedavg.Client):
 
     def _top(self) -> list[nn.Parameter]:
         return list(self.model.parameters())[-self.setup.config.top :]
-
-    def _top_vector(self) -> Tensor:
-        return torch.cat([tensor.detach().flatten() for tensor in self._top()])
-
-    @torch.no_grad()
-    def _set_top(self, values: Tensor) -> None:
-        top = self._top()
-        for tensor, part in zip(top, values.split([t.numel() for t in top]), strict=True):
-            tensor.copy_(part.view_as(tensor))

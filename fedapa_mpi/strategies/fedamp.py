@@ -7,43 +7,37 @@ Letters: w_j [P] the model that client j sent last, d_ij = ||w_i - w_j||^2, A(d)
 the attention-inducing function, xi [M, M] the weights, u_i = sum_j xi_ij w_j the cloud model.
 
 State: the server keeps w [M, P], the floating-point buffers and xi; a client its model, its
-optimizer and u_i.
+optimizer and u_i. Clients that have not joined stand for the common initial model.
 Round: u_i goes down, E epochs of SGD on cross entropy + prox/2 ||w - u_i||^2 over all parameters,
 w_i comes up. ``form=attention``: xi_ij = alpha_k A'(d_ij) for j != i, xi_ii = 1 - their sum, with
 alpha_k = step * sigma / (M - 1), so that u_i is a convex combination. ``form=cosine`` (HeurFedAMP):
 xi_ii is fixed and the rest is shared out as softmax_j(scale * cos(w_i, w_j)).
-Clients that have not joined stand for the common initial model.
 Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all parameters), and
 4 bytes each way for each element of the floating-point buffers.
 Held-out clients start from the uniform mean of the models of all clients that have joined.
 Evaluation: ``recv`` is u_i (with ``start=own`` the client's own model), ``post`` is w_i.
-
-Deviations and choices:
-
-* prox is the paper's lambda / alpha_k, one number in place of two: as sigma follows the models, a
-  fixed lambda would pull without bound while they are still equal.
-* sigma = 0 stands for the median of the d_ij above 0 of the present round: any fixed sigma that is
-  small beside the d_ij shares nothing. The paper lowers alpha_k over the rounds; step is constant.
-* ``start=cloud`` begins local training at u_i, ``own`` at w_i and only pulls. Public re-
-  implementations start at w_i and lose the gradient of the pull, which is local training.
-* xi mixes floating-point buffers (BatchNorm statistics) too; distances and angles see parameters
-  only, and integer counters stay with the client.
+Defaults: sigma, written 0, is the median of the d_ij above 0 in the present round: one small beside
+the d_ij shares nothing. Training starts at u_i; ``start=own`` starts at w_i and only pulls.
+Deviations: prox is the paper's lambda / alpha_k, one number in place of two: as sigma follows the
+models, a fixed lambda would pull without bound while they are equal. The paper lowers alpha_k over
+the rounds; step is constant. xi mixes buffers too; distances and angles see parameters only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedapa_mpi import models
+from fedapa_mpi.checks import within
 from fedapa_mpi.strategies import base
-from fedapa_mpi.strategies.base import Message
-
-COLUMNS = 1 << 15  # distances are summed over blocks of parameters, so that float64 stays small
+from fedapa_mpi.strategies.base import Message, Messages
+from fedapa_mpi.strategies.parts import mixing
+from fedapa_mpi.strategies.parts.geometry import cosines, squared_distances
 
 
 @dataclass(frozen=True)
@@ -65,22 +59,14 @@ class Config:
     start: Literal["cloud", "own"] = "cloud"
     """Where local training begins: at u_i, or at the client's own model."""
 
-    ONLY_IF: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {
-        "sigma": ("form", ("attention",)),
-        "step": ("form", ("attention",)),
-        "scale": ("form", ("cosine",)),
-        "self_weight": ("form", ("cosine",)),
+    ONLY_IF: ClassVar = {
+        **dict.fromkeys(("sigma", "step"), ("form", ("attention",))),
+        **dict.fromkeys(("scale", "self_weight"), ("form", ("cosine",))),
     }
 
     def __post_init__(self) -> None:
-        for name in ("sigma", "scale", "prox"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value}, expected a finite number of 0 or more")
-        if not 0 < self.step <= 1:
-            raise ValueError(f"step is {self.step}, expected above 0 and at most 1")
-        if not 0 <= self.self_weight <= 1:
-            raise ValueError(f"self_weight is {self.self_weight}, expected in [0, 1]")
+        within(self, sigma="[0, inf)", scale="[0, inf)", prox="[0, inf)", step="(0, 1]")
+        within(self, self_weight="[0, 1]")
 
 
 class Server(base.Server):
@@ -95,27 +81,18 @@ class Server(base.Server):
 
     def download(self, ids: Sequence[int], t: int) -> Iterator[tuple[int, Message]]:
         """u_i of each client, from one product for the whole round."""
-        rows = self.xi[list(ids)].to(self.w)  # [K, M]
-        u, buffers = rows @ self.w, rows @ self.w_buffers
-        for k, i in enumerate(ids):
-            yield i, _message(u[k], buffers[k])
+        yield from mixing.mixtures("u", ids, self.xi[list(ids)], self.w, self.w_buffers)
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """Stores what came and weighs anew."""
         super().aggregate(sent, uploads, t)
-        for i, upload in uploads.items():
-            self.w[i] = upload["w"]
-            if "w_buffers" in upload:
-                self.w_buffers[i] = upload["w_buffers"]
+        mixing.collect("w", uploads, self.w, self.w_buffers)
         if uploads:
             self.xi.copy_(weights_of(self.w, self.setup.config))
 
     def newcomer(self) -> Message:
         """The uniform mean of the models of all clients that have joined."""
-        part = self.joined if self.joined.any() else ~self.joined
-        return _message(self.w[part].mean(dim=0), self.w_buffers[part].mean(dim=0))
+        return mixing.mean_of_joined("u", self.joined, self.w, self.w_buffers)
 
     def weights(self) -> Tensor:
         """xi [M, M], by which the next round mixes."""
@@ -123,12 +100,12 @@ class Server(base.Server):
 
     def notices(self) -> list[str]:
         """Settings under which nothing is shared."""
-        config = self.setup.config
+        config, notices = self.setup.config, []
         if config.start == "own" and config.prox == 0:
-            return ["start=own without prox: this is local training"]
+            notices.append("start=own without prox: this is local training")
         if config.form == "cosine" and config.self_weight == 1:
-            return ["self_weight=1: every client gets back its own model, nothing is shared"]
-        return []
+            notices.append("self_weight=1: every client gets back its own model, nothing is shared")
+        return notices
 
 
 class Client(base.Client):
@@ -160,30 +137,13 @@ class Client(base.Client):
 def weights_of(w: Tensor, config: Config) -> Tensor:
     """The rows of xi [M, M] float64 for models w [M, P]; each sums to 1."""
     M = len(w)
-    d = squared_distances(torch.cat([torch.zeros_like(w[:1]), w]))  # row 0: from the origin
     if config.form == "attention":
-        d = d[1:, 1:]
+        d = squared_distances(w)
         apart = d[d > 0]  # none: all models are equal, and any sigma gives the same u_i
         sigma = config.sigma or (apart.median() if len(apart) else 1.0)
         xi = config.step / max(M - 1, 1) * torch.exp(-d / sigma)  # alpha_k A'(d_ij)
     else:
-        norm = d[0, 1:].sqrt().clamp_min(1e-30)
-        cosine = (d[0, 1:] + d[1:, :1] - d[1:, 1:]) / 2 / norm / norm[:, None]
-        cosine.fill_diagonal_(-torch.inf)
-        own = config.self_weight or 1 / M
-        xi = (1 - own) * torch.softmax(config.scale * cosine, dim=1)
+        own, others = config.self_weight or 1 / M, cosines(w).fill_diagonal_(-torch.inf)
+        xi = (1 - own) * torch.softmax(config.scale * others, dim=1)
     xi.fill_diagonal_(0)
     return xi + torch.diag(1 - xi.sum(dim=1))
-
-
-def squared_distances(w: Tensor) -> Tensor:
-    """||w_i - w_j||^2 [M, M] float64; exactly 0 where models are equal."""
-    d = w.new_zeros(len(w), len(w), dtype=torch.float64)
-    for block in w.split(COLUMNS, dim=1):  # differences, not products, so that 0 is exact
-        part = block.double()
-        d += torch.cdist(part, part, compute_mode="donot_use_mm_for_euclid_dist").square()
-    return d
-
-
-def _message(u: Tensor, buffers: Tensor) -> Message:
-    return {"u": u} | ({"u_buffers": buffers} if buffers.numel() else {})

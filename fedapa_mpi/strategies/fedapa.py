@@ -37,7 +37,7 @@ no mixture, but it does change g. Subtracting the mean over j of g_ij takes that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -45,10 +45,11 @@ import torch
 from torch import Tensor, nn
 
 from fedapa_mpi import models
+from fedapa_mpi.checks import within
 from fedapa_mpi.strategies import base
-from fedapa_mpi.strategies.base import Message
-
-COLUMNS = 1 << 15  # inner products go over blocks of parameters, so that float64 stays small
+from fedapa_mpi.strategies.base import Message, Messages
+from fedapa_mpi.strategies.parts import mixing
+from fedapa_mpi.strategies.parts.geometry import blocks
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,8 @@ class Config:
     }
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eta < float("inf"):
-            raise ValueError(f"eta is {self.eta}, expected a finite step size of 0 or more")
-        if not 0 < self.self_weight <= 1:
-            # with s = 0 a row could sum to 0, and then there is nothing to divide by
-            raise ValueError(f"self_weight is {self.self_weight}, expected above 0 and at most 1")
-        if not 0 <= self.server_momentum < 1:
-            raise ValueError(f"server_momentum is {self.server_momentum}, expected in [0, 1)")
+        # with s = 0 a row could sum to 0, and then there is nothing to divide by
+        within(self, eta="[0, inf)", self_weight="(0, 1]", server_momentum="[0, 1)")
         if not (self.row_isolated or self.server_momentum):
             raise ValueError("row_isolated=false has no effect without server_momentum above 0")
 
@@ -125,33 +121,20 @@ class Server(base.Server):
 
     def download(self, ids: Sequence[int], t: int) -> Iterator[tuple[int, Message]]:
         """theta_bar_i of each client, from one product for the whole round."""
-        rows = self._mixing_rows(ids).to(self.theta)  # [K, M]
-        theta_bar = rows @ self.theta  # [K, P]                                  line 7, Eq. 5
-        buffers_bar = rows @ self.theta_buffers  # [K, Q]
-        for k, i in enumerate(ids):
-            message = {"theta": theta_bar[k]}
-            if buffers_bar.numel():
-                message["theta_buffers"] = buffers_bar[k]
-            yield i, message
+        rows = self._mixing_rows(ids)  # [K, M]                                  line 7, Eq. 5
+        yield from mixing.mixtures("theta", ids, rows, self.theta, self.theta_buffers)
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """Steps the rows of all who answered, then stores what they sent."""
         super().aggregate(sent, uploads, t)
         if uploads and self.setup.config.adapt:
             self._step(list(uploads), self._gradient(sent, uploads))
-        for i, upload in uploads.items():  # last: every row has used the old theta        line 8
-            self.theta[i] = upload["theta"]
-            if "theta_buffers" in upload:
-                self.theta_buffers[i] = upload["theta_buffers"]
+        # last: every row has used the old theta                                         line 8
+        mixing.collect("theta", uploads, self.theta, self.theta_buffers)
 
     def newcomer(self) -> Message:
         """The uniform mean of the extractors of all clients that have joined."""
-        part = self.joined if self.joined.any() else ~self.joined
-        buffers = self.theta_buffers[part].mean(dim=0)
-        message = {"theta": self.theta[part].mean(dim=0)}
-        return message | ({"theta_buffers": buffers} if buffers.numel() else {})
+        return mixing.mean_of_joined("theta", self.joined, self.theta, self.theta_buffers)
 
     def weights(self) -> Tensor:
         """A [M, M]."""
@@ -176,11 +159,10 @@ class Server(base.Server):
             rows = self._normalised(rows, ids)
         return rows
 
-    def _gradient(self, sent: Mapping[int, Message], uploads: Mapping[int, Message]) -> Tensor:
+    def _gradient(self, sent: Messages, uploads: Messages) -> Tensor:
         """The direction of the step for those who answered, [K, M] float64."""
         g = self.A.new_zeros(len(uploads), self.setup.clients)
-        for start in range(0, self.theta.shape[1], COLUMNS):
-            block = slice(start, start + COLUMNS)
+        for block in blocks(self.theta.shape[1]):
             delta = torch.stack(  # [K, block]                                     line 9, Eq. 6
                 [
                     uploads[i]["theta"][block].double() - sent[i]["theta"][block].double()

@@ -17,12 +17,12 @@ compare FedAvg's ``recv`` with other methods' ``post``; both are reported here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fedapa_mpi import models
 from fedapa_mpi.strategies import base
-from fedapa_mpi.strategies.base import Message
+from fedapa_mpi.strategies.base import Message, Messages
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,13 @@ class Server(base.Server):
 
     def newcomer(self) -> Message:
         """w, as everyone gets it."""
-        buffers = {"w_buffers": self.w_buffers} if self.w_buffers.numel() else {}
-        return {"w": self.w} | buffers
+        return models.packed("w", self.w, self.w_buffers)
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """w = sum_i (n_i / sum n) w_i."""
         super().aggregate(sent, uploads, t)
-        if not uploads:
-            return
-        self.w.copy_(base.weighted_mean(uploads, "w", self.n))
-        if self.w_buffers.numel():
-            self.w_buffers.copy_(base.weighted_mean(uploads, "w_buffers", self.n))
+        if uploads:
+            base.average(uploads, self.n, "w", self.w, self.w_buffers)
 
 
 class Client(base.Client):

@@ -28,15 +28,16 @@ Classes that no participant owns are only pushed away and fade; nothing is remem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.nn import functional as F
 
 from fedapa_mpi import models, training
+from fedapa_mpi.checks import within
 from fedapa_mpi.sgd import SGD
 from fedapa_mpi.strategies import base
-from fedapa_mpi.strategies.base import Message
+from fedapa_mpi.strategies.base import Message, Messages
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,7 @@ class Config:
     """Momentum of the head at the server; its buffers live as long as the run."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.server_lr < float("inf"):
-            raise ValueError(f"server_lr is {self.server_lr}, expected a finite rate of 0 or more")
-        if not 0 <= self.server_momentum < 1:
-            raise ValueError(f"server_momentum is {self.server_momentum}, expected in [0, 1)")
+        within(self, server_lr="[0, inf)", server_momentum="[0, 1)")
 
 
 class Server(base.Server):
@@ -76,9 +74,7 @@ class Server(base.Server):
         """phi, as everyone gets it."""
         return models.outgoing(self.head, "head")
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """One step for each pair (mean feature, class), in client and then class order."""
         super().aggregate(sent, uploads, t)
         self.head.eval()  # one pair has no batch statistics
@@ -103,5 +99,5 @@ class Client(base.Client):
 
     def upload(self) -> Message:
         """Mean features [m_i, D] of the classes it owns, and class ids [m_i]."""
-        means, ids, _ = training.class_means(self)
-        return {"mean": means, "ids": ids}
+        own = training.class_means(self)
+        return {"mean": own["mean"], "ids": own["ids"]}

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedapa_mpi import models
+from fedapa_mpi.checks import within
 from fedapa_mpi.strategies import base, fedavg
 from fedapa_mpi.strategies.base import Message
 
@@ -57,10 +58,7 @@ class Config:
     """Whether the initial model already teaches in a client's first round."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lam < 1:  # at 1 the labels would not count at all
-            raise ValueError(f"lam is {self.lam}, expected at least 0 and below 1")
-        if not 0 <= self.mu <= 1:
-            raise ValueError(f"mu is {self.mu}, expected in [0, 1]")
+        within(self, lam="[0, 1)", mu="[0, 1]")  # with lam = 1 the labels would not count at all
 
 
 class Server(fedavg.Server):

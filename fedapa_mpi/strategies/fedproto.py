@@ -28,7 +28,7 @@ the authors' code averages what the last epoch saw. It answers only classes that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -36,9 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedapa_mpi import models, training
+from fedapa_mpi import training
+from fedapa_mpi.checks import within
 from fedapa_mpi.strategies import base
-from fedapa_mpi.strategies.base import Message
+from fedapa_mpi.strategies.base import Message, Messages
+from fedapa_mpi.strategies.parts import prototypes
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ class Config:
     """Classes that may be answered: all with a prototype, or those the client has samples of."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lam < float("inf"):
-            raise ValueError(f"lam is {self.lam}, expected a finite weight of 0 or more")
+        within(self, lam="[0, inf)")
 
 
 class Server(base.Server):
@@ -64,9 +65,7 @@ class Server(base.Server):
 
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup)
-        D = models.feature_size(setup.make_model())
-        self.proto = torch.zeros(setup.classes, D, device=setup.device)  # [C, D]
-        self.known = torch.zeros(setup.classes, dtype=torch.bool, device=setup.device)  # [C]
+        self.proto, self.known = prototypes.table(setup)  # [C, D], [C]
 
     def download(self, ids: Sequence[int], t: int) -> Iterator[tuple[int, Message]]:
         """The same known prototypes for everyone."""
@@ -75,33 +74,19 @@ class Server(base.Server):
 
     def newcomer(self) -> Message:
         """The known prototypes [m, D] with their classes [m]."""
-        return {"proto": self.proto[self.known], "ids": self.known.nonzero()[:, 0]}
+        return prototypes.outgoing(self.proto, self.known)
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """The mean of each class over its owners, in client order."""
         super().aggregate(sent, uploads, t)
         if uploads and self.setup.config.missing == "rebuild":
             self.known.zero_()
-        owners, n = self._by_class(uploads)
-        for c, messages in owners.items():
-            self.proto[c] = base.weighted_mean(messages, "mean", n[c])
-            self.known[c] = True
+        weighted = self.setup.config.aggregation == "weighted"
+        prototypes.average(self.proto, self.known, uploads, weighted)
 
     def notices(self) -> list[str]:
         """Without the pull nobody learns from anybody."""
         return [] if self.setup.config.lam else ["lam=0: every model is trained as by Local"]
-
-    def _by_class(self, uploads: Mapping[int, Message]) -> tuple[dict[int, dict], Tensor]:
-        """For each class {client: its mean}, and the clients' weights [C, M]."""
-        owners: dict[int, dict[int, Message]] = {}
-        n = torch.zeros(self.setup.classes, self.setup.clients, dtype=torch.int64)
-        for i, upload in uploads.items():
-            for mean, c, count in zip(upload["mean"], upload["ids"].tolist(), upload["count"]):
-                owners.setdefault(c, {})[i] = {"mean": mean}
-                n[c, i] = count if self.setup.config.aggregation == "weighted" else 1
-        return owners, n
 
 
 class Client(base.Client):
@@ -111,19 +96,15 @@ class Client(base.Client):
 
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup)
-        D = models.feature_size(self.model)
-        self.proto = torch.zeros(setup.classes, D, device=setup.device)  # [C, D]
-        self.known = torch.zeros(setup.classes, dtype=torch.bool, device=setup.device)  # [C]
+        self.proto, self.known = prototypes.table(setup)  # [C, D], [C]
 
     def receive(self, message: Message) -> None:
         """Replaces all prototypes."""
-        self.proto.zero_()[message["ids"]] = message["proto"]
-        self.known.zero_()[message["ids"]] = True
+        prototypes.install(self.proto, self.known, message)
 
     def upload(self) -> Message:
         """Mean features [m_i, D] of the classes it owns, class ids and counts [m_i]."""
-        means, ids, counts = training.class_means(self)
-        return {"mean": means, "ids": ids, "count": counts}
+        return training.class_means(self)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross entropy of the head, and the pull to the prototypes."""

@@ -12,39 +12,35 @@ Round: w_i goes down; E epochs of SGD on cross entropy, gradient clipped to norm
 delta_i = w_i - w~_i, received minus trained, is the gradient of 1/2 ||HN(v_i) - w~_i||^2 in
 HN(v_i); it is pulled back to psi and v_i through the graph of HN, made again with unchanged psi.
 Then one step per client in turn (``--order sequential``), or one along the mean over all who
-answered (``parallel``): clipped to norm 50, SGD with momentum and weight decay. Nothing else is
-averaged, sample counts play no role. ``share=extractor`` is the paper's pFedHN-PC with a private
-head.
-Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: parameters of the whole
-model, with ``share=extractor`` of the extractor).
+answered (``parallel``): clipped to norm 50, SGD with momentum and weight decay. Sample counts play
+no role. ``share=extractor`` is the paper's pFedHN-PC with a private head.
+Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: parameters generated).
 Defaults, the authors': ``--order sequential``, e = 1 + floor(M / 4), H = 100, n_h = 3, step 0.01,
-momentum 0.9, decay 0.001, and clients whose momentum starts anew in each round (``--client_opt
-reset``): carried over from another model it enters delta, and on the digits that diverges.
+momentum 0.9, decay 0.001, fresh client momentum each round (``--client_opt reset``): carried over
+from another model it enters delta, and on the digits that diverges.
 Evaluation: ``recv`` is the generated model, the authors' point; ``post`` after local training.
-Held-out clients: not available. They have no embedding, and learning one takes many rounds.
-Deviations: clients train as with any strategy (learning rate, momentum, E epochs; authors: 50
-batches at 0.005, weight decay 5e-5). Authors: one client per step, and 5000 steps. ``parallel``
-trains the K clients of a round at once but takes one step where the authors take K: ``recv`` 0.19,
-not 0.97, after 40 rounds on 5 % of Fashion-MNIST, two classes per client. The paper's
-figure has delta the other way round, which would climb; its code has it as here. As there, the step
-is dense: embeddings of clients that did not take part have no gradient, but momentum and weight
-decay move them. Buffers (BatchNorm) are not generated and stay with the client. The first models
-are HN's, not the common initial one of the other strategies.
+Held-out clients: not available, as they have no embedding.
+Deviations: clients train as with any strategy (authors: 50 batches at 0.005, weight decay 5e-5, and
+5000 steps in all). ``parallel`` trains the clients of a round at once, but is one step where they
+take K: ``recv`` 0.19, not 0.97, after 40 rounds on 5 % of Fashion-MNIST, two classes per client.
+As theirs, the step is dense: momentum and decay move embeddings of clients that took no part.
+Buffers (BatchNorm) stay with the client. On the sign of delta in the paper: FAULTS.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedapa_mpi import models, streams
-from fedapa_mpi.sgd import SGD
+from fedapa_mpi.checks import within
+from fedapa_mpi.sgd import ClippedSGD
 from fedapa_mpi.strategies import base
-from fedapa_mpi.strategies.base import Message
+from fedapa_mpi.strategies.base import Message, Messages
 from fedapa_mpi.strategies.fedapa import shared_part
 
 
@@ -70,22 +66,11 @@ class Config:
     """Largest norm of a gradient, at the server and at a client."""
 
     ORDERS: ClassVar = ("parallel", "sequential")
-    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"client_opt": "reset", "order": "sequential"}
-    }
+    PRESETS: ClassVar = {"paper": {"client_opt": "reset", "order": "sequential"}}
 
     def __post_init__(self) -> None:
-        if self.embedding is not None and self.embedding < 1:
-            raise ValueError(f"embedding is {self.embedding}, expected at least 1")
-        if self.hidden < 1:
-            raise ValueError(f"hidden is {self.hidden}, expected at least 1")
-        for name in ("hidden_layers", "hn_lr", "hn_decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}, expected finite, 0 or more")
-        if not 0 <= self.hn_momentum < 1:
-            raise ValueError(f"hn_momentum is {self.hn_momentum}, expected in [0, 1)")
-        if not self.clip > 0:
-            raise ValueError(f"clip is {self.clip}, expected above 0 (inf: no clipping)")
+        within(self, embedding="[1, inf)", hidden="[1, inf)", hidden_layers="[0, inf)")
+        within(self, hn_lr="[0, inf)", hn_decay="[0, inf)", hn_momentum="[0, 1)", clip="(0, inf]")
 
 
 class Server(base.Server):
@@ -93,10 +78,10 @@ class Server(base.Server):
 
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup)
-        P = models.vector(shared_part(setup.make_model(), setup.config)).numel()
-        with streams.seeded(setup.seed, streams.SERVER, 0, "hypernetwork"):
-            self.hypernetwork = Hypernetwork(setup.config, setup.clients, P).to(setup.device)
         config = setup.config
+        P = models.vector(shared_part(setup.make_model(), config)).numel()
+        with streams.seeded(setup.seed, streams.SERVER, 0, "hypernetwork"):
+            self.hypernetwork = Hypernetwork(config, setup.clients, P).to(setup.device)
         self.optimizer = ClippedSGD(
             self.hypernetwork.parameters(),
             config.clip,
@@ -110,9 +95,7 @@ class Server(base.Server):
         """w_i of each client."""
         yield from ((i, {"w": w}) for i, w in zip(ids, self.hypernetwork(ids), strict=True))
 
-    def aggregate(
-        self, sent: Mapping[int, Message], uploads: Mapping[int, Message], t: int
-    ) -> None:
+    def aggregate(self, sent: Messages, uploads: Messages, t: int) -> None:
         """One step of the hypernetwork towards what the clients that answered made of w_i."""
         super().aggregate(sent, uploads, t)
         if not uploads:
@@ -124,12 +107,10 @@ class Server(base.Server):
 
     def notices(self) -> list[str]:
         """Settings under which nothing is learned, or the wrong thing."""
-        notices = []
-        if not self.setup.config.hn_lr:
-            notices.append("hn_lr=0: nothing is learned, clients get the same models every round")
-        if self.setup.client_opt == "persist":
-            notices.append("client_opt=persist: momentum of earlier models misleads the server")
-        return notices
+        still = "hn_lr=0: nothing is learned, clients get the same models every round"
+        misled = "client_opt=persist: momentum of earlier models misleads the server"
+        persist = [misled] * (self.setup.client_opt == "persist")
+        return persist if self.setup.config.hn_lr else [still, *persist]
 
 
 class Client(base.Client):
@@ -166,16 +147,3 @@ class Hypernetwork(nn.Module):
         """w [K, P] of K clients."""
         rows = torch.tensor(list(ids), dtype=torch.int64, device=self.embedding.weight.device)
         return self.layers(self.embedding(rows))
-
-
-class ClippedSGD(SGD):
-    """SGD on gradients whose joint norm is first cut down to ``clip``."""
-
-    def __init__(self, parameters: Iterable[Tensor], clip: float, **options: Any) -> None:
-        super().__init__(parameters, **options)
-        self.clip = clip
-
-    def step(self, closure: Any = None) -> Any:
-        """One step along the clipped gradients."""
-        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], self.clip)
-        return super().step(closure)

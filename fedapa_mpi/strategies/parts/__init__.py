@@ -1,0 +1,1 @@
+"""Parts that strategies are made of. A file here is no strategy."""
