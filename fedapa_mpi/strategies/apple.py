@@ -18,7 +18,7 @@ k = M - 1, or ``downloads`` if that is less; 4 P up (float32; P: all parameters)
 has an upload of the client, 4 M down for p0; with fewer than all cores, M up for ``wanted`` (bool).
 Held-out clients: not available, p_i has no place for them.
 Evaluation: v_i, ``recv`` with the cores just downloaded, ``post`` with the new c_i and p_i.
-Defaults: ``p_lr`` 0.001 is the authors', for their 800 epochs; a short run needs 0.01.
+Defaults: ``p_lr`` 0.001 is the authors', for 800 epochs; 0.01 suits short runs, but may diverge.
 Deviations: one common initial model, so that the first v_i is it (authors: ``initial_cores=own``);
 mu/2 as in the text, their code drops the 1/2. Cores not yet downloaded count as the client's own
 first one. p_i has fresh momentum each round, c_i as --client_opt says. Buffers stay with clients.

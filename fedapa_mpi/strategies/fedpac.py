@@ -22,9 +22,9 @@ Defaults, the authors': lam = 1, head step 0.1, fresh momentum each round (``--c
 carried over, it makes features and prototypes drive each other up, on Fashion-MNIST to overflow.
 Evaluation: ``recv`` with the new theta and phi_i, ``post`` after training; the authors log both.
 Held-out clients get what everybody gets first: theta, proto and the initial head.
-Deviations: momentum is the run's (authors: 0.5, weight decay 5e-4); a class that nobody owned in
-the last round keeps its prototype; a client whose programme has no solution keeps its head, with a
-warning. What public codes make of it: FAULTS.md.
+Deviations: momentum and E are the run's (authors: 0.5 with weight decay 5e-4, and 5); a class that
+nobody owned in the last round keeps its prototype; a client whose programme has no solution keeps
+its head, with a warning. What public codes make of it: FAULTS.md.
 """
 
 from __future__ import annotations
