@@ -183,7 +183,7 @@ def _introduce(
             f"clients {placement.spans(idle)} have too few samples for a step: they never train"
         )
     for notice in filter(None, notices):
-        log.info("%s", notice)
+        log.warning("%s", notice)
 
 
 def _alone(

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from byhand import parties
 from tiny import (
     batchnorm_model,
     make_parties,
@@ -25,6 +26,10 @@ from fedapa_mpi.strategies import fedala
 from fedapa_mpi.strategies.fedala import Client, Config, Server
 
 FLAGS = ["--rounds", "3", "--batch_size", "4", "--epochs", "1", "--lr", "0.02"]
+
+
+def close(a, b, atol=0.0):
+    torch.testing.assert_close(a.detach(), torch.as_tensor(b, dtype=a.dtype), atol=atol, rtol=0)
 
 
 class Linear(Client):
@@ -285,6 +290,57 @@ def test_weights_of_zero_for_all_tensors_are_local_bit_for_bit():
     for i in clients:
         assert torch.equal(models.vector(clients[i].model), models.vector(alone[i].model))
     assert not torch.equal(server.w, models.vector(clients[0].model))
+
+
+def test_a_client_that_diverged_begins_again_at_the_global_model():
+    server, clients = make_parties("fedala")
+    ((_, message),) = server.download([0], 1)
+    clients[0].receive(message)
+    with torch.no_grad():
+        for tensor in clients[0].model.parameters():
+            tensor.fill_(torch.nan)
+    clients[0].receive(message)
+    close(models.vector(clients[0].model), message["w"])
+    assert (clients[0].W == 1).all()
+
+
+def test_losses_that_overflow_end_the_first_phase(monkeypatch):
+    server, clients = make_parties("fedala", Config(max_passes=10))
+    monkeypatch.setattr(
+        Client, "_gradient", lambda self, batch: (torch.tensor(torch.inf), self.W * torch.nan)
+    )
+    for _ in range(2):
+        ((_, message),) = server.download([0], 1)
+        clients[0].receive(message)
+    close(models.vector(clients[0].model), message["w"])
+
+
+def test_two_rounds_of_three_clients_by_hand():
+    # model (v, -v), s(v) = 1 / (1 + exp(-2 v)); n / N = (1/2, 1/4, 1/4), labels 0, 0, 1
+    # round 1 from v = 0: 0.05, 0.05, -0.05 after a step of 0.1, so w has v = 0.025
+    # round 2, labels 0: own 0.05, w - own = -0.025; in v a pass takes W to W - 0.025 (1 - s)
+    #   W = 1: v = 0.025, s = 0.512497, W = 0.987812, v = 0.05 - 0.025 W = 0.0253047
+    #   s = 0.512650, W = 0.975629, v = 0.0256093; the step: + 0.1 (1 - s) = 0.0487198
+    # label 1: own -0.05, w - own = 0.075; a pass takes W to W - 0.075 s
+    #   W = 1: W = 0.961563, v = -0.05 + 0.075 W = 0.0221172
+    #   s = 0.511057, W = 0.923233, v = 0.0192425; the step: - 0.1 s = -0.0509620
+    config = Config(percent=100.0, top=1, window=2, max_passes=2)
+    server, clients = parties("fedala", config, labels=(0, 0, 1), n=(2, 1, 1))
+    train_round(server, clients, [0, 1, 2], 1)
+    close(server.w, [0.025, -0.025], atol=1e-6)
+    messages = dict(server.download([0, 1, 2], 2))
+    for i, (W, mixed) in enumerate(
+        [(0.9756287, 0.0256093), (0.9756287, 0.0256093), (0.9232334, 0.0192425)]
+    ):
+        clients[i].receive(messages[i])
+        close(clients[i].W, [W, W], atol=1e-6)
+        close(models.vector(clients[i].model), [mixed, -mixed], atol=1e-6)
+    uploads = {i: (client.train(2), client.upload())[1] for i, client in clients.items()}
+    for i, v in enumerate((0.0743291, 0.0743291, -0.0317195)):
+        close(uploads[i]["w"], [v, -v], atol=1e-6)
+    server.aggregate(messages, uploads, 2)
+    # 3/4 of 0.0743291 and 1/4 of -0.0317195
+    close(server.w, [0.0478169, -0.0478169], atol=1e-6)
 
 
 # -- configuration -------------------------------------------------------------------------------

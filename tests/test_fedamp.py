@@ -138,6 +138,11 @@ def test_distances_do_not_depend_on_the_blocks(monkeypatch):
     close(geometry.squared_distances(w), whole, atol=1e-11)
 
 
+def test_scale_zero_is_said():
+    server, _ = make_parties("fedamp", fedamp.Config(form="cosine", scale=0.0))
+    assert "whatever their angles" in " ".join(server.notices())
+
+
 # -- the cosine form ---------------------------------------------------------------------------
 
 

@@ -35,7 +35,8 @@ def scores(share):
 def write(folder, *argv, recv=(0.1,), post=(0.5,), status="finished", partition="one"):
     """The results of a run with an accuracy per round, each a number or one per client.
 
-    Rounds move 100 bytes down and 10 up per client, and take 1, 2, ... seconds of rank 1.
+    Rounds move 100 bytes down and 10 up per client, and take 1, 2, ... seconds of rank 1 and half
+    as much of the server.
     """
     config = cli.resolve(cli.read([*argv, f"--clients={M}"])).flat()
     folder.mkdir(parents=True)
@@ -49,6 +50,7 @@ def write(folder, *argv, recv=(0.1,), post=(0.5,), status="finished", partition=
     for t, (before, after) in enumerate(zip(recv, post, strict=True), 1):
         seconds = {name: np.full(3, np.nan) for name in SECONDS}
         seconds["compute"][1] = t
+        seconds["server"][0] = t / 2
         results.append(
             RoundRecord(
                 round=t,
@@ -112,6 +114,7 @@ def test_bytes_and_seconds_of_a_round(three_seeds):
     assert found.mean["down"] == 4 * 100 * (1 + 2 + 3) / 3
     assert found.mean["up"] == 4 * 10
     assert found.mean["seconds"] == (1 + 2 + 3) / 3
+    assert found.mean["server seconds"] == (1 + 2 + 3) / 6
     assert found.std["seconds"] == 0
 
 
@@ -390,7 +393,7 @@ def test_terminal(three_seeds, capsys):
     out = capsys.readouterr().out
     assert out == report([three_seeds]) + "\n"
     assert re.search(r"fedavg +3 +0\.6000 ± 0\.1000 .* 0\.7000 ± 0\.1000", out)
-    assert re.search(r"fedavg +800 ± 0 +40 ± 0 +2\.00 ± 0\.00", out)
+    assert re.search(r"fedavg +3 +800 ± 0 +40 ± 0 +2\.00 ± 0\.00", out)
     assert "\x1b" not in out
 
 
@@ -422,10 +425,10 @@ def test_markdown(three_seeds):
     ]  # fmt: skip
     assert [len(row) for row in post] == [8] * 4
     assert post[1] == ["---", *["---:"] * 7]
-    assert post[2] == ["fedapa:eta=0.1", "1", *["0.5000"] * 6]
+    assert post[2] == ["fedapa:eta=0.1", "1: 0", *["0.5000"] * 6]
     assert post[3] == ["fedavg", "3", *["0.6000 ± 0.1000"] * 3, *["0.7000 ± 0.1000"] * 3]
-    assert cost[3] == ["fedavg", "800 ± 0", "40 ± 0", "2.00 ± 0.00"]
-    assert cost[2] == ["fedapa:eta=0.1", "400", "40", "1.00"]
+    assert cost[3] == ["fedavg", "3", "800 ± 0", "40 ± 0", "2.00 ± 0.00", "1.000 ± 0.000"]
+    assert cost[2] == ["fedapa:eta=0.1", "1: 0", "400", "40", "1.00", "0.500"]
 
 
 def test_latex(three_seeds):
@@ -438,7 +441,7 @@ def test_latex(three_seeds):
         assert len(body) == 2
         assert all(line.count("&") == len(columns) - 1 for line in body)
         assert all(line.endswith(r" \\") for line in body)
-    assert r"fedapa:eta=0.1,self\_weight=1.0 & 1 & 0.5000" in text
+    assert r"fedapa:eta=0.1,self\_weight=1.0 & 1: 0 & 0.5000" in text
     assert r"0.6000 $\pm$ 0.1000" in text
     assert r"last worst 10 \%" in text
     assert r"batch\_size=16" in text

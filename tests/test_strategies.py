@@ -194,6 +194,42 @@ def test_what_a_newcomer_gets(parties, name, architecture):
         assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
 
 
+# What one client's round may change at the server: whole entries, and entries of which its row
+OWN_UPDATE = {
+    "apple": ((), ("core", "wanted")),
+    "dbe": (("w", "w_buffers"), ()),
+    "fedala": (("w", "w_buffers"), ()),
+    "fedamp": (("xi",), ("w", "w_buffers")),
+    "fedapa": ((), ("theta", "theta_buffers", "A", "A_momentum")),
+    "fedavg": (("w", "w_buffers"), ()),
+    "fedgh": (("head", "optimizer"), ()),
+    "fedpac": (("theta", "theta_buffers", "proto", "known"), ("head",)),
+    "fedphp": (("w", "w_buffers"), ()),
+    "fedproto": (("proto", "known"), ()),
+    "local": ((), ()),
+    "pfedhn": (("hypernetwork", "optimizer"), ()),
+}
+
+
+@EVERY_STRATEGY
+@EVERY_MODEL
+def test_a_clients_round_changes_only_what_it_may(parties, name):
+    server, clients = parties
+    before = copy_of(server.state_dict())
+    others = {i: copy_of(clients[i].state_dict()) for i in (0, 2)}
+    own = copy_of(clients[1].state_dict())
+    train_round(server, clients, [1], 3)
+    assert all(same(clients[i].state_dict(), state) for i, state in others.items())
+    assert not same(clients[1].state_dict(), own)
+    whole, rows = OWN_UPDATE[name]
+    for entry, after in server.state_dict().items():
+        if entry not in before:
+            assert entry.partition("/")[0] in {"optimizer"} & {*whole}, entry
+        elif not torch.equal(before[entry], after) and entry.partition("/")[0] not in whole:
+            assert entry in rows, entry
+            assert torch.equal(before[entry][[0, 2]], after[[0, 2]]), entry
+
+
 @EVERY_STRATEGY
 def test_hello_says_how_many_samples(name):
     server, clients = make_parties(name)
@@ -447,3 +483,6 @@ def test_docstring_cites_and_tells_traffic(name):
     text = strategies.load(name).__doc__
     assert "Traffic per sampled client and round:" in text
     assert "State:" in text
+    assert "Held-out clients" in text
+    server, _ = make_parties(name)
+    assert ("Held-out clients: not available" in text) == (server.newcomer() is None)

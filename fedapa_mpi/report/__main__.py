@@ -126,7 +126,7 @@ def _table(caption: str, columns: Mapping[str, str], summaries: Sequence[Summary
     rows = tuple(
         (
             f"{s.method} ({way})" if way else s.method,
-            str(len(s.seeds)),
+            _seeds(s, summaries),
             *(number(*s.pair(f"{way}/{key}" if way else key)) for key in columns.values()),
         )
         for s in summaries
@@ -136,12 +136,25 @@ def _table(caption: str, columns: Mapping[str, str], summaries: Sequence[Summary
 
 
 def _costs(where: str, summaries: Sequence[Summary]) -> Table:
-    digits = {"down": 0, "up": 0, "seconds": 2}
+    columns = {
+        "bytes down": ("down", 0),
+        "bytes up": ("up", 0),
+        "training seconds": ("seconds", 2),
+        "server seconds": ("server seconds", 3),
+    }
     rows = tuple(
-        (s.method, *(number(*s.pair(name), digits[name]) for name in digits)) for s in summaries
+        (s.method, _seeds(s, summaries), *(number(*s.pair(key), n) for key, n in columns.values()))
+        for s in summaries
     )
     caption = f"Cost of a round, all clients and ranks together; {where}"
-    return Table(caption, ("method", "bytes down", "bytes up", "training seconds"), rows)
+    return Table(caption, ("method", "seeds", *columns), rows)
+
+
+def _seeds(summary: Summary, others: Sequence[Summary]) -> str:
+    """How many, and which where that differs from what the caption says."""
+    full = {seed for other in others for seed in other.seeds}
+    which = "" if set(summary.seeds) == full else f": {' '.join(map(str, summary.seeds))}"
+    return f"{len(summary.seeds)}{which}"
 
 
 def _csv(summaries: Sequence[Summary]) -> str:

@@ -20,6 +20,7 @@ Setting = tuple[tuple[str, Any], ...]
 POINTS = ("recv", "post")
 METRICS = ("micro", "macro", "worst10")
 WHICH = ("last", "best")
+SPANS = {"seconds": "compute", "server seconds": "server"}  # of a round, over all ranks
 ENDS = ("final/recv", "final/holdout/recv", "final/holdout/post")  # after the last round
 # neither part of a setting nor of a method's name
 INCIDENTAL = {"seed", *RunConfig.MAY_CHANGE} - {"rounds"}
@@ -33,9 +34,10 @@ class Run:
 
     preset: those of the setting that the method's preset brought along.
     partition: its hash.
-    values: by "post/last/macro" and so on; accuracies, "down" and "up" bytes and "seconds" of a
-    round. Keys of a further way of answering begin with its name: "head/post/last/macro". After
-    the last round: "final/recv/macro", and of held-out clients "final/holdout/post/macro".
+    values: by "post/last/macro" and so on; accuracies, "down" and "up" bytes, "seconds" of
+    training and "server seconds" of a round. Keys of a further way of answering begin with its
+    name: "head/post/last/macro". After the last round: "final/recv/macro", and of held-out
+    clients "final/holdout/post/macro".
     ways: "" for the method's own way of answering, and the names of further ones.
     """
 
@@ -102,7 +104,8 @@ def _read(path: Path) -> Run | None:
         values = {key: value for way in ways for key, value in _accuracies(h5, way).items()}
         for way in ("down", "up"):
             values[way] = float(h5[f"bytes/{way}"][:].sum(axis=1).mean())
-        values["seconds"] = float(np.nansum(h5["seconds/compute"][:], axis=1).mean())
+        for name, span in SPANS.items():
+            values[name] = float(np.nansum(h5[f"seconds/{span}"][:], axis=1).mean())
         partition = str(h5.attrs["partition_hash"])
     setting = _setting(config)
     preset = frozenset(name for name in _preset(config) if name in field_names(RunConfig))

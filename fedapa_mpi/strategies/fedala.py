@@ -31,7 +31,6 @@ is in evaluation mode, so that BatchNorm keeps the global statistics.
 from __future__ import annotations
 
 import logging
-import statistics
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +106,7 @@ class Client(fedavg.Client):
     def _mix(self, own: Tensor, w: Tensor) -> None:
         """Learns W_i between the tops of w_i and w, both [Q], and leaves w_hat in the model."""
         self.set_mode(training=False)
+        own = torch.where(own.isfinite(), own, w)  # a client that diverged begins again
         models.fill(self._top(), torch.lerp(own, w, self.W))  # lerp is exact at 0 and at 1
         if not self.shard.n:
             return
@@ -116,7 +116,7 @@ class Client(fedavg.Client):
             for batch in batches:
                 self.setup.poll()
                 loss, g = self._gradient(batch)
-                self.W.sub_(self.setup.config.weight_lr * g * (w - own)).clamp_(0, 1)
+                self.W.sub_(self.setup.config.weight_lr * g * (w - own)).clamp_(0, 1).nan_to_num_(1)
                 models.fill(self._top(), torch.lerp(own, w, self.W))
             losses.append(loss.item())
 
@@ -139,8 +139,8 @@ class Client(fedavg.Client):
             return len(losses) == 1
         if len(losses) < config.window:
             return False
-        deviation = statistics.pstdev(losses[-config.window :])
-        if deviation >= config.threshold and len(losses) == config.max_passes:
+        deviation = torch.tensor(losses[-config.window :]).double().std(correction=0).item()
+        if not deviation < config.threshold and len(losses) == config.max_passes:  # maybe NaN
             text = "client %d: losses deviate by %.3g after %d passes of the mixing weights: go on"
             log.warning(text, i, deviation, len(losses))
         return deviation < config.threshold or len(losses) == config.max_passes

@@ -18,9 +18,8 @@ Held-out clients start from the uniform mean of the models of all clients that h
 Evaluation: ``recv`` is u_i (with ``start=own`` the client's own model), ``post`` is w_i.
 Defaults: sigma, written 0, is the median of the d_ij above 0 in the present round: one small beside
 the d_ij shares nothing. Training starts at u_i; ``start=own`` starts at w_i and only pulls.
-Deviations: prox is the paper's lambda / alpha_k, one number in place of two: as sigma follows the
-models, a fixed lambda would pull without bound while they are equal. The paper lowers alpha_k over
-the rounds; step is constant. xi mixes buffers too; distances and angles see parameters only.
+Deviations: prox is the paper's lambda / alpha_k: as sigma follows the models, a fixed lambda would
+pull without bound while they are equal. step is constant, the paper lowers alpha_k.
 """
 
 from __future__ import annotations
@@ -105,6 +104,8 @@ class Server(base.Server):
             notices.append("start=own without prox: this is local training")
         if config.form == "cosine" and config.self_weight == 1:
             notices.append("self_weight=1: every client gets back its own model, nothing is shared")
+        if config.form == "cosine" and config.scale == 0:
+            notices.append("scale=0: all others' models weigh the same, whatever their angles")
         return notices
 
 
@@ -136,14 +137,13 @@ class Client(base.Client):
 
 def weights_of(w: Tensor, config: Config) -> Tensor:
     """The rows of xi [M, M] float64 for models w [M, P]; each sums to 1."""
-    M = len(w)
     if config.form == "attention":
         d = squared_distances(w)
         apart = d[d > 0]  # none: all models are equal, and any sigma gives the same u_i
         sigma = config.sigma or (apart.median() if len(apart) else 1.0)
-        xi = config.step / max(M - 1, 1) * torch.exp(-d / sigma)  # alpha_k A'(d_ij)
+        xi = config.step / max(len(w) - 1, 1) * torch.exp(-d / sigma)  # alpha_k A'(d_ij)
     else:
-        own, others = config.self_weight or 1 / M, cosines(w).fill_diagonal_(-torch.inf)
+        own, others = config.self_weight or 1 / len(w), cosines(w).fill_diagonal_(-torch.inf)
         xi = (1 - own) * torch.softmax(config.scale * others, dim=1)
     xi.fill_diagonal_(0)
     return xi + torch.diag(1 - xi.sum(dim=1))

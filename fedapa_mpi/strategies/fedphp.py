@@ -19,7 +19,7 @@ Traffic per sampled client and round: 4 P bytes down, 4 P up (float32; P: all pa
 Held-out clients start from w; before they train, they answer with the initial model.
 Evaluation: always p_i; ``recv`` before the round, ``post`` after it has inherited. Public codes
 differ: one evaluates the student instead.
-
+Defaults, the authors': lam 0.1, mu 0.9, MMD, which teaches from the first round on.
 Deviations from the authors' code: gradients are not clipped (at 100 there), no round is stretched
 to five batches, and the optimizer follows ``--client_opt`` (fresh each round there), as for all
 methods here. p_i inherits floating-point buffers (BatchNorm statistics) as well.

@@ -109,7 +109,7 @@ class Server(base.Server):
         """Settings under which nothing is learned, or the wrong thing."""
         still = "hn_lr=0: nothing is learned, clients get the same models every round"
         misled = "client_opt=persist: momentum of earlier models misleads the server"
-        persist = [misled] * (self.setup.client_opt == "persist")
+        persist = [misled] * (self.setup.client_opt == "persist" and self.setup.momentum > 0)
         return persist if self.setup.config.hn_lr else [still, *persist]
 
 
