@@ -23,7 +23,7 @@ from torch import nn
 from fedapa_mpi import config, models
 from fedapa_mpi.data.federation import Shard
 from fedapa_mpi.models import SplitModel
-from fedapa_mpi.store.state import copy_of
+from fedapa_mpi.store.state import copy_of, nbytes
 from fedapa_mpi.strategies import fedpac
 from fedapa_mpi.strategies.fedpac import Client, Config, Server
 from fedapa_mpi.strategies.parts import heads
@@ -466,6 +466,18 @@ def one_class(n):
     """A shard that owns class 1 only."""
     s = shard(n)
     return Shard(s.x, torch.ones_like(s.y), s.x_test, s.y_test, 3, 1.0, (0.0,), (1.0,))
+
+
+def test_bytes_where_classes_are_missing():
+    # the model has D = 5 features, C = 3 classes, 25 + 18 parameters
+    server, clients = make_parties("fedpac")
+    clients[1].setup = dataclasses.replace(clients[1].setup, shard=one_class(9))
+    assert nbytes(dict(server.download([1], 1))[1]) == 4 * 43  # m = 0
+    train_round(server, clients, [1], 1)
+    assert server.known.tolist() == [False, True, False]
+    assert nbytes(dict(server.download([0], 2))[0]) == 4 * 43 + (4 * 5 + 8)  # m = 1
+    # m_i = 1: one mean, its class and count; h_i and v_i whole
+    assert nbytes(clients[1].upload()) == 4 * 43 + 4 * 3 * 5 + 4 + (4 * 5 + 16)
 
 
 @pytest.mark.parametrize("own", [shard(0), shard(1), one_class(9), shard(9, 0)])

@@ -97,15 +97,16 @@ def test_three_clients_in_parallel():
     assert v == pytest.approx([1 + 0.05 / 3, 2 + 0.2 / 3, -1])
 
 
-def test_two_clients_one_after_the_other():
+def test_three_clients_one_after_the_other():
     # after the first W = (0.95, 2.05), v_1 = 1.05; the second gets 2 W = (1.9, 4.1) and adds
-    # (0, 1): delta = (0, -1), gradients (0, -2) and -2.05: W = (0.95, 2.25), v_2 = 2.205
-    server = linear_server([1.0, 2.0])
-    change = {0: torch.tensor([-0.5, 0.5]), 1: torch.tensor([0.0, 1.0])}
-    play(server, [0, 1], 1, lambda i, message: {"w": message["w"] + change[i]}, sequential=True)
+    # (0, 1): delta = (0, -1), gradients (0, -2) and -2.05: W = (0.95, 2.25), v_2 = 2.205; the
+    # third gets -W and adds (0.5, 0): delta = (-0.5, 0), gradients (0.5, 0) and -0.475
+    server = linear_server([1.0, 2.0, -1.0])
+    change = dict(enumerate(torch.tensor([[-0.5, 0.5], [0.0, 1.0], [0.5, 0.0]])))
+    play(server, [0, 1, 2], 1, lambda i, message: {"w": message["w"] + change[i]}, sequential=True)
     weights, v = numbers(server)
-    assert weights == pytest.approx([0.95, 2.25])
-    assert v == pytest.approx([1.05, 2.205])
+    assert weights == pytest.approx([0.9, 2.25])
+    assert v == pytest.approx([1.05, 2.205, -0.9525])
 
 
 def test_delta_is_taken_from_what_was_sent():

@@ -265,16 +265,12 @@ def whole_run(tmp_path_factory):
     made = {}
 
     def get(name):
+        """By the strategy's name and, behind it, flags of its own."""
         if name not in made:
-            folder = tmp_path_factory.mktemp("whole") / name
-            made[name] = simulate(
-                folder,
-                [
-                    *(name, "--rounds", "6", "--checkpoint_every", "3"),
-                    *FLAGS,
-                    *MORE_FLAGS.get(name, []),
-                ],
-            )
+            strategy, *own = name.split()
+            common = ["--rounds", "6", "--checkpoint_every", "3", *FLAGS]
+            argv = [strategy, *common, *MORE_FLAGS.get(strategy, []), *own]
+            made[name] = simulate(tmp_path_factory.mktemp("whole") / strategy, argv)
         return made[name]
 
     return get
@@ -289,7 +285,20 @@ def test_learns(whole_run, name):
     assert rows["accuracy/post/macro"][-1] > 0.8  # chance is 1/3
 
 
-@EVERY_STRATEGY
+SECOND_FORMS = (
+    "apple --downloads=1",
+    "dbe --initial_mean=exact",
+    "fedala --top=4",
+    "fedamp --form=cosine",
+    "fedapa --preset=official --min_train=1 --min_test=1 --drop_last=auto",
+    "fedphp --teaching=kd",
+    "fedproto --aggregation=weighted --missing=rebuild",
+    "pfedhn --order=parallel",
+    "pfedhn --share=extractor",
+)
+
+
+@pytest.mark.parametrize("name", [*strategies.names(), *SECOND_FORMS])
 def test_a_run_that_goes_on_from_a_checkpoint_ends_the_same(whole_run, name):
     run = whole_run(name)
     status = json.loads((run.folder / "status.json").read_text())
