@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from byhand import parties
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import (
@@ -466,6 +467,31 @@ def one_class(n):
     """A shard that owns class 1 only."""
     s = shard(n)
     return Shard(s.x, torch.ones_like(s.y), s.x_test, s.y_test, 3, 1.0, (0.0,), (1.0,))
+
+
+def one_weight():
+    """z = theta x with theta = 1, and a head (a, b) from (0, 0): on x = 1, logits theta (a, b)."""
+    model = SplitModel(nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False))
+    nn.init.ones_(model.extractor.weight)
+    nn.init.zeros_(model.head.weight)
+    return model
+
+
+def test_two_rounds_of_three_clients_by_hand():
+    # all inputs are 1; labels 0, 0, 1; s = 1 / (1 + exp(-2 theta a)), heads stay (a, -a)
+    # round 1: h = (1, 0), (1, 0), (0, 1), v = 0. Head: a = +-0.1 * 0.5 = +-0.05. Extractor, no
+    # pull yet: s = 0.5249792, theta = 1 + 0.1 * 2 * 0.05 (1 - s) = 1.0047502, for all three; so
+    # both prototypes. Heads: who has other classes costs |h_i - h_j|^2 = 2 and gets no share
+    # round 2, theta = T: s = 0.5250976, a = 0.05 + 0.1 T (1 - s) = 0.0977158; the pull is 0 at
+    # theta = T; s = 0.5489329, theta = T + 0.1 * 2 a (1 - s) = 1.0135655
+    server, clients = parties(
+        "fedpac", Config(), labels=(0, 0, 1), n=(2, 1, 1), architecture=one_weight
+    )
+    for t, (theta, a) in enumerate([(1.0047502, 0.05), (1.0135655, 0.0977158)], start=1):
+        train_round(server, clients, [0, 1, 2], t)
+        close(server.theta, torch.tensor([theta]))
+        close(server.proto[:2], torch.tensor([[theta], [theta]]))
+        close(server.head, torch.tensor([[a, -a], [a, -a], [-a, a]]))
 
 
 def test_bytes_where_classes_are_missing():

@@ -231,6 +231,26 @@ def test_a_clients_round_changes_only_what_it_may(parties, name):
 
 
 @EVERY_STRATEGY
+@EVERY_MODEL
+def test_a_class_that_nobody_owns(name, architecture):
+    server, clients = make_parties(name, architecture=architecture)
+    for client in clients.values():
+        own = client.setup.shard
+        two = dataclasses.replace(own, y=own.y.clamp(max=1))  # class 2 is in the test data only
+        client.setup = dataclasses.replace(client.setup, shard=two)
+    for t in (1, 2, 3):
+        train_round(server, clients, [0, 1, 2], t)
+    states = [party.state_dict() for party in (server, *clients.values())]
+    assert all(bool(torch.isfinite(tensor).all()) for s in states for tensor in s.values())
+    for client in clients.values():
+        client.set_mode(training=False)
+        x = client.shard.x
+        answers = client.predict(x)
+        assert bool(torch.isfinite(answers).all())
+        assert (answers.argmax(dim=1) == 2).sum() <= len(x) // 4  # rarely, if at all
+
+
+@EVERY_STRATEGY
 def test_hello_says_how_many_samples(name):
     server, clients = make_parties(name)
     assert [client.hello()["n"].item() for client in clients.values()] == [12, 17, 22]
