@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedapa_mpi import streams, training
+from fedapa_mpi.data.federation import Shard
 from fedapa_mpi.models import SplitModel
 from fedapa_mpi.sgd import SGD
 from fedapa_mpi.store.state import copy_of
@@ -373,3 +374,14 @@ def test_every_party_starts_from_the_same_model():
     torch.rand(1)
     assert same(one.state_dict(), client.make_model().state_dict())
     assert not same(one.state_dict(), replace(setup, seed=1).make_model().state_dict())
+
+
+def test_samples_lie_in_memory_in_one_way_whatever_they_came_from():
+    """Convolutions choose an algorithm by the strides, which one channel leaves open."""
+    plain = torch.rand(5, 1, 6, 6)
+    for x in (plain, plain.to(memory_format=torch.channels_last), plain[:, 0].unsqueeze(1)):
+        odd = torch.as_strided(x, x.shape, (36, 1, 6, 1))
+        y = torch.zeros(5, dtype=torch.int64)
+        for samples in (x, odd):
+            shard = Shard(samples, y, samples, y, 2, scale=1.0, mean=(0.0,), std=(1.0,)).on("cpu")
+            assert shard.x.stride() == shard.x_test.stride() == (36, 36, 6, 1)

@@ -111,7 +111,10 @@ class Shard:
         channelwise = (-1, *[1] * (x.ndim - 2)) if len(self.mean) > 1 else (1,)
         mean = torch.tensor(self.mean, device=x.device).view(channelwise)
         std = torch.tensor(self.std, device=x.device).view(channelwise)
-        return (x.to(torch.float32) / self.scale - mean) / std
+        normalised = (x.to(torch.float32) / self.scale - mean) / std
+        # Images of one channel keep odd strides on some ways here; convolutions look at them, take
+        # another algorithm, and round otherwise: the bits would depend on the number of ranks.
+        return torch.empty(x.shape, device=x.device).copy_(normalised)
 
 
 def shards(dataset: Dataset, partition: Partition) -> list[Shard]:
